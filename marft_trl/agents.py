@@ -16,7 +16,7 @@ from .system.hints import brief, checked_names
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
 # Names of folders, parameters and metrics. PEFT does not check them: "/tmp/x" would write elsewhere, "a/b" would nest
@@ -110,8 +110,10 @@ class AgentSpec:
             `peft_config`, and the trainer has none, the base itself is trained.
         model_init_kwargs (`dict`, *optional*): arguments of `from_pretrained` for a `model` that is loaded by name.
             The trainer's `model_init_kwargs` and `quantization_config` apply only to its own `model`.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer of `model`, if it is not
-            the one that is saved with the model.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer or processor of `model`, if
+            it is not the one that is saved with the model.
+        sees_images (`bool`, *optional*, defaults to `True`): whether the agent is shown images. Agents whose model is
+            not a vision-language model never are.
         reply (`Callable`, *optional*): function `reply(messages)` that writes the agent's turns: a script, an API or a
             person. It gets what the agent is shown, as chat messages, and returns the text of the turn. It may be
             `async`. The agent has no adapter and is never trained.
@@ -136,7 +138,8 @@ class AgentSpec:
     reply: Callable | None = None
     model: str | PreTrainedModel | None = field(default=None, repr=False)  # a loaded one has a long text
     model_init_kwargs: dict[str, Any] | None = None
-    processing_class: PreTrainedTokenizerBase | None = None
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None
+    sees_images: bool = True
 
     def __post_init__(self):
         check_name(self.name, "an agent")
@@ -196,8 +199,9 @@ class AgentSpec:
                 raise TypeError(self._complaint(field_name, "a string or None"))
         if self.view is not None and not callable(self.view):
             raise TypeError(self._complaint("view", "a function `view(agent, prompt, seen)` or None"))
-        if not isinstance(self.trainable, bool):
-            raise TypeError(self._complaint("trainable", "True or False"))
+        for field_name in ("trainable", "sees_images"):
+            if not isinstance(getattr(self, field_name), bool):
+                raise TypeError(self._complaint(field_name, "True or False"))
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
             raise TypeError(self._complaint("stop", "a non-empty string or a list of non-empty strings"))
 
@@ -231,6 +235,8 @@ class AgentSpec:
         reward functions, the view, the tools, `reply` and the base model are not included.
         """
         plain = {name: getattr(self, name) for name in self.stored_fields()}
+        if self.sees_images:  # earlier versions do not know the field
+            del plain["sees_images"]
         return {**plain, "stop": list(self.stop) if self.stop is not None else None}
 
     @classmethod

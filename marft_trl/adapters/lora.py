@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..agents import AgentSpec
 from ..seams.models import expert_parameters, without_adapter_name_warning, without_bitsandbytes
+from ..seams.vision import without_vision
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
@@ -66,9 +67,10 @@ def add_adapters(
         _check_name_is_free(agent, model)
     (first, config), *others = configs.items()
     with without_adapter_name_warning(), without_bitsandbytes(model):
-        model = get_peft_model(model, copy.deepcopy(config), adapter_name=first)
+        base = model
+        model = get_peft_model(model, without_vision(copy.deepcopy(config), base), adapter_name=first)
         for name, config in others:
-            model.add_adapter(name, copy.deepcopy(config))
+            model.add_adapter(name, without_vision(copy.deepcopy(config), base))
     return model
 
 
@@ -127,7 +129,8 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
     _warn_of_unused(model, agents, missing)
     for name in missing:
         with without_adapter_name_warning(), without_bitsandbytes(model):
-            model.add_adapter(name, copy.deepcopy(configs[name] or model.peft_config["default"]))
+            config = without_vision(copy.deepcopy(configs[name] or model.peft_config["default"]), base)
+            model.add_adapter(name, config)
         if configs[name] is None:
             copies = adapter_parameters(model, name).values()
             for copied, source in zip(copies, adapter_parameters(model, "default").values(), strict=True):

@@ -85,15 +85,20 @@ class Critic:
         return self._level.num_values(num_tokens)
 
     def features(
-        self, part: str, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool = True
+        self,
+        part: str,
+        prompts: Sequence[list[int]],
+        completions: Sequence[list[int]],
+        share: bool = True,
+        images: Callable[[torch.Tensor, Sequence[int]], dict[str, torch.Tensor]] | None = None,
     ) -> torch.Tensor:
         """
         Compute the hidden states `(B, V, H)` that the head of a part reads. `V` is 1 at action level; at token level,
         it is the length of the longest completion and at least 1. With gradient checkpointing, the adapter of the part
-        has to stay active until backward has run.
+        has to stay active until backward has run. `images` is that of [`hidden_states`].
         """
         self._policies.activate_adapter(part)
-        return self._states(part, prompts, completions, share)
+        return self._states(part, prompts, completions, share, images)
 
     def values(self, part: str, features: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         """Compute values `(B, V)` from [`~Critic.features`] `(B, V, H)`, for the agents of the `B` rows."""
@@ -133,12 +138,10 @@ class Critic:
                 load_adapter_weights(self._models[part], part, Path(folder) / part)
         self._policies.restore_requires_grad()
 
-    def _states(
-        self, part: str, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool
-    ) -> torch.Tensor:
+    def _states(self, part, prompts, completions, share, images) -> torch.Tensor:
         completions = completions if self._level.reads_completions else [[] for _ in completions]
         with self._autocast():
-            return hidden_states(self._models[part].get_base_model().base_model, prompts, completions, share)
+            return hidden_states(self._models[part].get_base_model().base_model, prompts, completions, share, images)
 
 
 class PerAgentCritic(Critic):
@@ -177,9 +180,9 @@ class FrozenCritic(Critic):
             width = wide
         return nn.Sequential(*layers, nn.Linear(width, 1, bias=False))
 
-    def features(self, part, prompts, completions, share=True):
+    def features(self, part, prompts, completions, share=True, images=None):
         with torch.no_grad(), self._policies.base(self._models[part]):
-            return self._states(part, prompts, completions, share)
+            return self._states(part, prompts, completions, share, images)
 
 
 def _linear(width: int, outputs: int) -> nn.Linear:

@@ -51,6 +51,7 @@ class Row:
     sampled_by: SampledBy | None = None  # the server that sampled the turn
     sampling_logps: torch.Tensor | None = None  # (L,), on this server
     sampling_weights: torch.Tensor | None = None  # (L,), see [`~functional.sampling_weights`]
+    images: tuple[Any, ...] = ()  # of Pillow, in the order of their places in the prompt
 
     @property
     def length(self) -> int:
@@ -102,6 +103,11 @@ class MicroBatch:
     @property
     def num_loss_tokens(self) -> int:
         return sum(row.num_loss_tokens for row in self.rows)
+
+    @property
+    def has_images(self) -> bool:
+        """`True` if all rows have images; otherwise, none has."""
+        return bool(self.rows[0].images)
 
 
 class SeenByLoss(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from trl import is_conversational
 
+from ..episodes.images import is_parts
 from ..system.hints import did_you_mean
 
 
@@ -89,12 +90,6 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
             f"`{what}` has columns named {collisions}, but the trainer passes arguments of these names to reward "
             "functions. Rename the columns."
         )
-    pictures = [name for name in ("image", "images") if name in columns]
-    if pictures:
-        raise ValueError(
-            f"`{what}` has the column {pictures[0]!r}, which TRL passes to vision-language models. Agents see only "
-            "text, so it would be ignored. Remove the column, or rename it if reward functions need it."
-        )
     if isinstance(dataset, Dataset):
         check_prompts(read_prompts(dataset), what, start=0)
 
@@ -159,10 +154,10 @@ def _find_kind(prompt: object, where: str) -> str:
             if has_other_content(message) or prompt == PLACEHOLDER:
                 continue
             raise ValueError(f"The prompt in {where} has a {message['role']!r} message without content.")
-        if not isinstance(message["content"], str):
+        if not isinstance(message["content"], str) and not is_parts(message["content"]):
             raise ValueError(
-                f"The prompt in {where} has a {message['role']!r} message whose content is not text. Vision-language "
-                "prompts are not supported."
+                f"The prompt in {where} has a {message['role']!r} message whose content is neither a text nor a list "
+                "of parts such as `{'type': 'text', 'text': ...}` and `{'type': 'image', 'image': ...}`."
             )
     if prompt[-1]["role"] == "assistant":
         raise ValueError(

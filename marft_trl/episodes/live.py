@@ -125,10 +125,11 @@ class LiveEpisode(NearNames):
 
     def observe(
         self,
-        text: str | Mapping[str, str] | None,
+        text: str | list[dict[str, Any]] | Mapping[str, Any] | None,
         after: Sequence[Turn] = (),
         reward: float | Mapping[str, float] = 0.0,
         source: str = "environment",
+        images: Sequence[Any] = (),
     ) -> Feedback | None:
         """
         Record that turns were passed to an environment (or a tool), and record its feedback. Later turns depend on
@@ -144,8 +145,10 @@ class LiveEpisode(NearNames):
                 Reward for these turns, as in [`~LiveEpisode.earn`]. It is assigned to the last of them.
             source (`str`, *optional*, defaults to `"environment"`):
                 Name of the source that agents are shown.
+            images (`Sequence[PIL.Image.Image]`, *optional*):
+                Images of the feedback, for agents that see images. `text` may also be a list of parts, as in TRL.
 
-        Returns: the [`Feedback`], which can be passed in `sees`; `None` if there is no text for all agents.
+        Returns: the [`Feedback`], which can be passed in `sees`; `None` if there is nothing for all agents.
 
         Raises:
             ValueError: A turn belongs to another episode, `reward` is not finite or has no turn in `after`, or an
@@ -160,9 +163,9 @@ class LiveEpisode(NearNames):
         if isinstance(text, Mapping):
             for agent, value in text.items():
                 self.state.check_agent(agent, "observe")
-                self.state.say(value, source, agent)
+                self.state.say(value, source, agent, images)
             return None
-        return self.state.say(text, source)
+        return self.state.say(text, source, images=images)
 
     def earn(self, turn: Turn, reward: float | Mapping[str, float]) -> None:
         """

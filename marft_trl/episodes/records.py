@@ -97,6 +97,7 @@ class TeamContext:
     scripts: Mapping[str, Callable[..., Awaitable[Any]]] = field(default_factory=dict)
     trains: bool = False  # whether turns are trained on, so that the agents' own sampling settings hold
     count_tokens: Callable[..., int] | None = None  # `count_tokens(agent, messages, tools)`, of what it would be shown
+    sees_images: bool = False  # whether any agent does, so that images of rows are read
 
 
 class SampledBy(NamedTuple):
@@ -121,7 +122,8 @@ class Turn(NearNames):
             Positions of the earlier turns that were shown to the agent. Over an episode, these positions are the
             dependency function *D* of the Flex-MG (named Flex-POMDP in the first versions of 2504.16129).
         observation (`str` or `list[dict]`):
-            Observation before tokenization, as plain text or chat messages.
+            Observation before tokenization, as plain text or chat messages. The content of a message with images is a
+            list of parts, as in TRL.
         prompt_ids (`tuple[int, ...]`):
             Token ids of the observation.
         completion_ids (`tuple[int, ...]`):
@@ -199,6 +201,7 @@ class Feedback:
         tool (`str`, *optional*): name of the tool, if the feedback is the result of a tool call.
         audience (`str`, *optional*): only agent that sees the feedback if the workflow does not pass `sees`.
         elements (`Sequence`, *optional*): the list that the tool returned, which the chat template shows as it does.
+        images (`tuple[PIL.Image.Image, ...]`): images that are shown with the text, to agents that see images.
     """
 
     text: str
@@ -207,6 +210,7 @@ class Feedback:
     tool: str | None = None
     audience: str | None = None
     elements: Sequence[Any] | None = None
+    images: tuple[Any, ...] = field(default=(), repr=False)
 
     @property
     def raw_text(self) -> str:

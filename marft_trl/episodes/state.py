@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
 from ..system.event_loop import StepContext, in_thread, one_at_a_time
+from .images import is_image, is_parts, read_prompt, split_parts
 from .records import (
     TOOL,
     Call,
@@ -52,6 +53,8 @@ class EpisodeState:
     ):
         self.row, self.index = row, index
         self.prompt: str | Messages = row["prompt"]
+        if _has_parts(row, context.sees_images):
+            self.prompt = read_prompt(row, context.sees_images)
         self.agents, self.aliases = context.agents, context.aliases
         self.turns: list[Turn] = []
         self.feedback: list[Feedback] = []
@@ -214,7 +217,8 @@ class EpisodeState:
             feedback = []
             for result in results:
                 name = result.name if result.name in names else "unknown"  # invented names would be template text
-                shown = Feedback(result.text, TOOL, tool=name, audience=turn.agent, elements=result.elements)
+                fields: dict[str, Any] = {"elements": result.elements, "images": result.images}
+                shown = Feedback(result.text, TOOL, tool=name, audience=turn.agent, **fields)
                 feedback.append(self._record_feedback(shown))
             return feedback
 
@@ -299,12 +303,17 @@ class EpisodeState:
     def count(self, name: str, by: float = 1) -> None:
         self._counts[name] += by  # type: ignore[assignment]
 
-    def say(self, text: str | None, source: str, audience: str | None = None) -> Feedback | None:
-        if not text:
+    def say(self, text: Any, source: str, audience: str | None = None, images: Sequence[Any] = ()) -> Feedback | None:
+        """Record feedback: a text with images, or parts as a list."""
+        if not isinstance(text, str | None) and (is_parts(text) or is_image(text)):
+            text, images = split_parts(text)
+        elif images:
+            _, images = split_parts(list(images))
+        if not text and not images:
             return None
-        if not isinstance(text, str):
+        if not isinstance(text, str | None):
             raise TypeError(f"Feedback from {source!r} must be a string, got {text!r} of type {type(text).__name__}.")
-        return self._record_feedback(Feedback(text, source, audience=audience))
+        return self._record_feedback(Feedback(text or "", source, audience=audience, images=tuple(images)))
 
     def add(self, turn: Turn, request: Request) -> None:
         self.turns.append(turn)
@@ -338,6 +347,14 @@ class EpisodeState:
                     f"`episode.{method}` got a turn of {item.agent!r} from another episode. Keep turns in local "
                     "variables of `run`, not on the workflow: one workflow object runs many episodes at once."
                 )
+
+
+def _has_parts(row: dict[str, Any], sees_images: bool) -> bool:
+    """`True` if the prompt of a dataset row may have images. For a team that sees none, columns are only columns."""
+    prompt = row["prompt"]
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    has_column = sees_images and ("image" in row or "images" in row)
+    return has_column or any(isinstance(content, list) for content in contents)
 
 
 def _set_result(recorded: asyncio.Future, result: Any) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..system.event_loop import Lane, give_up, in_thread, one_at_a_time
+from .images import has_image, is_image, split_parts
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ToolResult:
     text: str  # result or error message that is shown to the agent
     problem: str | None = None  # "malformed", "unknown", "arguments", "error", "timeout" or "too_many"
     elements: list[Any] | None = None  # of a list, which is no text to a chat template
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,33 +77,36 @@ async def call_tool(
         return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
     if error is not None:
         return _failure(call.name, "error", _shorten(_said_by(error), limits.output))
-    text, elements = value
-    is_whole = elements is not None and len(text) <= limits.output
-    return ToolResult(call.name, _shorten(as_plain(text), limits.output), elements=elements if is_whole else None)
+    text, elements, images = value
+    text, is_whole = _shorten(as_plain(text), limits.output), elements is not None and len(text) <= limits.output
+    return ToolResult(call.name, text, elements=elements if is_whole else None, images=images)
 
 
 class _GaveUp(Exception):
     """The call exceeded our time limit. Not a `TimeoutError`, since a tool may raise one itself."""
 
 
-def _as_result(value: Any) -> tuple[str, list[Any] | None]:
-    """A returned value as a text, and as plain JSON data if it is a list with elements."""
+def _as_result(value: Any) -> tuple[str, list[Any] | None, tuple[Any, ...]]:
+    """A returned value as a text, as plain JSON data if it is a list with elements, and the images in it."""
+    if not isinstance(value, str) and (is_image(value) or has_image(value)):
+        text, images = split_parts(value)
+        return text, None, images
     if isinstance(value, list) and value:
         with contextlib.suppress(TypeError, ValueError, RecursionError):
-            return str(value), json.loads(as_plain(json.dumps(value, allow_nan=False, ensure_ascii=False)))
-    return str(value), None
+            return str(value), json.loads(as_plain(json.dumps(value, allow_nan=False, ensure_ascii=False))), ()
+    return str(value), None, ()
 
 
 async def _call_function(
     function: Callable, arguments: dict, seconds: float, lane: Lane
-) -> tuple[tuple[str, list[Any] | None], BaseException | None]:
+) -> tuple[tuple[str, list[Any] | None, tuple[Any, ...]], BaseException | None]:
     """Call a function and return its result, and the exception that it raised or `None`."""
 
     async def awaited(value: Any) -> tuple[Any, BaseException | None]:
         try:
             return _as_result(await value), None
         except BaseException as error:  # also SystemExit: a tool does not end the training
-            return ("", None), error
+            return ("", None, ()), error
 
     def called() -> Any:
         value = function(**arguments)
@@ -125,7 +130,7 @@ async def _within(outcome: Any, seconds: float) -> Any:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
         task.cancel()  # also reached if the episode ends while it waits
-    return task.result() if done else (("", None), _GaveUp())
+    return task.result() if done else (("", None, ()), _GaveUp())
 
 
 def _said_by(error: BaseException) -> str:

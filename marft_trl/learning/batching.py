@@ -91,18 +91,24 @@ class MicroBatcher:
         # The time of a pass on a GPU hardly depends on the number of rows, so a token limit alone is enough
         limits_rows = not self.joins_slices or self.max_tokens is None
         max_rows = self._args.per_device_train_batch_size if limits_rows else None
-        return micro_batches(rows, max_rows, self.max_tokens, repeat=repeat, **options)
+        with_images = [row for row in rows if row.images]
+        if with_images:  # TRL's passes take them, and share no prefixes
+            rows = [row for row in rows if not row.images]
+            most = self._args.per_device_train_batch_size
+            yield from micro_batches(with_images, most, self.max_tokens, **options)
+        yield from micro_batches(rows, max_rows, self.max_tokens, repeat=repeat, **options)
 
     @property
     def joins_slices(self) -> bool:
         """
-        `True` if a micro-batch may have rows of several slices: not with TRL's passes, so that sums have TRL's order;
-        not with its quantile, which is per slice; not if the value scale changes within an optimizer step.
+        `True` if a micro-batch may have rows of several slices: not with TRL's passes, which rows with images take, so
+        that sums have TRL's order; not with its quantile, which is per slice; not if the value scale changes within an
+        optimizer step.
         """
         args = self._args
         several_batches = args.steps_per_generation * args.num_iterations < args.gradient_accumulation_steps
         keeps_slices = args.top_entropy_quantile < 1.0 or (args.normalize_values and several_batches)
-        return self._passes.give_positions and not keeps_slices
+        return self._passes.give_positions and not keeps_slices and self._passes.images is None
 
     def fit(self, rows: Sequence[Row]) -> None:
         """Set the token limit from the free memory, or checkpoint gradients if a row does not fit. Settings stay."""

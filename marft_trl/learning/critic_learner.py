@@ -15,11 +15,13 @@ from ..algorithms import functional
 from ..algorithms.critics import Critic
 from ..algorithms.rows import MicroBatch, Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
+from ..episodes.images import images_of
 from ..episodes.records import Episode, Feedback, Request, Seen, Turn
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
 from ..system.processes import Processes
 from .batching import MicroBatcher, TeamBatcher
+from .log_probs import ModelPass
 
 
 _SMALLEST = 0.1  # deviation of targets that differ less: where nothing is earned, they are the noise of the critic
@@ -120,12 +122,12 @@ class CriticLearner:
         batcher: MicroBatcher | TeamBatcher,
         runner: EpisodeRunner,
         scale: ValueScale,
-        share: Mapping[str, bool],  # by agent, whether passes share prefixes
+        passes: Mapping[str, ModelPass],  # by agent
     ):
         self._scale = scale
         self._critic = cast(Critic, team.critic)  # it is built for a team that has one
         self._batcher, self._runner, self._policies = batcher, runner, team.policies
-        self._args, self._processes, self._share = run.args, run.processes, share
+        self._args, self._processes, self._passes = run.args, run.processes, passes
 
     def with_values(self, rollout: Rollout, rows: Sequence[Row]) -> list[Row]:
         """
@@ -185,6 +187,7 @@ class CriticLearner:
                 completion_ids=torch.zeros(0, dtype=torch.long),
                 critic=self._critic.get_part(horizon.agent),
                 number=first_number + position,
+                images=images_of(observation.content),
             )
             for position, ((index, horizon), observation) in enumerate(zip(cut, observations, strict=True))
         }
@@ -227,8 +230,10 @@ class CriticLearner:
             return self._padded([row.features for row in batch.rows])
         prompts = [row.prompt_ids.tolist() for row in batch.rows]
         completions = [row.completion_ids.tolist() for row in batch.rows]
-        share = self._share[batch.rows[0].agent]
-        return self._critic.features(batch.agent, prompts, completions, share)
+        passes, images = self._passes[batch.rows[0].agent], None
+        if batch.has_images:
+            images = functools.partial(cast(Any, passes.images).for_model, [row.images for row in batch.rows])
+        return self._critic.features(batch.agent, prompts, completions, passes.share, images)
 
     def _padded(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         present = [tensor for tensor in tensors if tensor is not None]

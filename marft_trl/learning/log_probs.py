@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +26,7 @@ from ..seams.generation import HALF
 from ..seams.libraries import get_logger
 from ..seams.models import ScoringTemperature, is_checkpointing
 from ..seams.swapping import swapped
+from ..seams.vision import ImageProcessor, of_images
 from ..shared_prefix import forward
 from ..system.processes import Processes
 
@@ -48,7 +49,9 @@ class ModelPass:
         reference: PreTrainedModel | None = None,
         has_aux_loss: bool = False,
         further_device: torch.device | None = None,
+        images: ImageProcessor | None = None,  # of a vision-language model
     ):
+        self.images = images
         self.model, self.reference, self._has_adapters = model, reference, has_adapters
         self._args, self._accelerator, self.is_further = args, accelerator, further_device is not None
         self.device = further_device or accelerator.device
@@ -81,6 +84,12 @@ class ModelPass:
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Compute in the precision of training within the context."""
         return self._accelerator.autocast()
+
+    def image_inputs(self, rows: Sequence[Row], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Inputs of TRL's pass for rows with images, whose other inputs are the `tensors` of [`collate`]."""
+        ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
+        ends = [tensors["prompt_ids"].size(1)] * len(rows)
+        return cast(ImageProcessor, self.images).inputs([row.images for row in rows], ids, ends)
 
     @property
     def is_checkpointing(self) -> bool:
@@ -242,10 +251,11 @@ class LogProbs:
                 speaker = self._policies.reference(batch.agent)
             width = tensors["completion_ids"].size(1)
             with speaker:
-                if self._passes.give_positions:
+                if self._passes.give_positions and not batch.has_images:
                     logps, _, hidden = self._placed(model, ids, mask, width)
                 else:
-                    logps, hidden = self._plain(model, ids, mask, width)[0], [None] * len(batch.rows)
+                    inputs = of_images(tensors) if batch.has_images else {}
+                    logps, hidden = self._plain(model, ids, mask, width, **inputs)[0], [None] * len(batch.rows)
             for row, value, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
                 yield row, value[: len(row.completion_ids)].clone(), states
 
@@ -268,7 +278,8 @@ class LogProbs:
     def for_trl(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Log-probabilities, entropies and auxiliary loss, as `_get_per_token_logps_and_entropies` returns them."""
         model = self._passes.model if self._passes.is_further else model  # TRL passes its own, maybe with wrappers
-        if self._passes.give_positions and self._transform is not None:
+        has_images = kwargs.get("num_images") is not None
+        if self._passes.give_positions and self._transform is not None and not has_images:
             logps, entropies, _ = self._placed(model, input_ids, attention_mask, logits_to_keep)
             aux_loss = None
         else:
@@ -318,10 +329,11 @@ class LogProbs:
         self.activate(batch.agent)
         width = tensors["completion_ids"].size(1)
         with self._passes.without_checkpointing():
-            if self._passes.give_positions:
+            if self._passes.give_positions and not batch.has_images:
                 _, entropies, _ = self._placed(self._passes.model, ids, mask, width)
             else:
-                _, entropies, _ = self._plain(self._passes.model, ids, mask, width, compute_entropy=True)
+                options = {"compute_entropy": True, **(of_images(tensors) if batch.has_images else {})}
+                _, entropies, _ = self._plain(self._passes.model, ids, mask, width, **options)
         return entropies[tensors["completion_mask"].bool()].float()
 
     @torch.no_grad()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
 from ..config.team_setup import Sampling
+from ..episodes.images import has_image, images_of, is_image, is_parts, text_of
 from ..episodes.records import Feedback, Function, Messages, PromptError, Request, Seen, Turn
 from ..episodes.tools import tool_name, unbound
 from ..seams.libraries import get_logger
@@ -62,6 +63,12 @@ class Observation:
     key: tuple = ()  # place of the turn in the run, for any number of processes; seeds are made from it
     by_reference: bool = False  # sample from the agent's reference
     live: Any = None  # the `LiveTurn` that follows the turn; of the turns of a call, all are followed or none is
+
+    @property
+    def images(self) -> tuple[Any, ...]:
+        """Images of the content, in the order of their places in `ids`."""
+        has_parts = not isinstance(self.content, str) and any(isinstance(m.get("content"), list) for m in self.content)
+        return images_of(self.content) if has_parts else ()
 
     @property
     def size(self) -> str:
@@ -130,9 +137,26 @@ class PromptBuilder:
     def _view(self, request: Request) -> View:
         return self.agents[request.agent].view or self.view
 
+    def sees_images(self, agent: str) -> bool:
+        return self.template.images is not None and self.agents[agent].sees_images
+
+    def _with_seen_parts(self, message: dict[str, Any], agent: str) -> dict[str, Any]:
+        """A message of the prompt, with a text as content unless it has images that the agent sees."""
+        content = message.get("content")
+        is_text = is_parts(content) and not (has_image(content) and self.sees_images(agent))
+        return {**message, "content": text_of(content)} if is_text else message
+
+    def _without_unseen_images(self, request: Request) -> Request:
+        if not any(isinstance(item, Feedback) and item.images for item in request.seen):
+            return request
+        if self.sees_images(request.agent):
+            return request
+        seen = (replace(item, images=()) if isinstance(item, Feedback) else item for item in request.seen)
+        return replace(request, seen=tuple(seen))
+
     def build(self, requests: Iterable[Request]) -> list[Observation]:
         """Build observations in order. Raise a `ValueError` if one cannot be rendered, or does not fit the window."""
-        restricted = list(map(_as_shown, requests))
+        restricted = [self._without_unseen_images(_as_shown(request)) for request in requests]
         built: dict[int, Observation] = {}
         for index, request in enumerate(restricted):
             if request.requested_turn is not None:
@@ -179,7 +203,7 @@ class PromptBuilder:
         try:
             if (first := self._first_tokens(agent.name, shown)) is not None:
                 return self._mark_too_long(agent.name, first)
-            self._check(shown)
+            self._check(shown, agent.name)
             for schema in request.functions:
                 if self._encode.contains_control_token(_strings(schema)):
                     raise PromptError(f"The schema of the tool {tool_name(schema)!r} contains a control token.")
@@ -223,7 +247,7 @@ class PromptBuilder:
         Token ids of messages. Turns keep their sampled tokens, unless the template changes them. Up to the last turn,
         they are its prompt, if the same messages and tools were shown for it.
         """
-        pieces = self._pieces(messages, functions)
+        pieces, images = self._pieces(messages, functions), self._images_of(messages)
         found = {index: turn for index, turn in enumerate(turns) if turn is not None}
         after: list[list[int]] = []  # from the last turn back to the first: its tokens, and what follows it
         while True:
@@ -236,13 +260,14 @@ class PromptBuilder:
             tail = self._tail(ids, before, pieces, messages[: last + 1], functions)
             if not tail:
                 break
-            after.append([*ids, *self._encode_pieces(tail, found)])
+            after.append([*ids, *self._encode_pieces(tail, found, images)])
             schemas = self._schemas.get(hash(tuple(turn.prompt_ids)))  # those of the latest turns are known
             if messages[:last] == turn.observation and schemas == repr(list(functions)):
                 return [*turn.prompt_ids, *(token for ids in reversed(after) for token in ids)]
             messages, pieces = messages[:last], before
             found = {index: turn for index, turn in found.items() if index < last}
-        return [*self._encode_pieces(pieces, found), *(token for ids in reversed(after) for token in ids)]
+        first = self._opening(pieces) + self._encode_pieces(pieces, found, images)
+        return [*first, *(token for ids in reversed(after) for token in ids)]
 
     def _tail(
         self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
@@ -383,13 +408,15 @@ class PromptBuilder:
         if request.after is not None and not isinstance(request.after.observation, str):
             return [*request.after.observation, *self._own_messages(request, request.after)]
         prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if any(isinstance(message.get("content"), list) for message in prompt_messages):
+            prompt_messages = [self._with_seen_parts(message, request.agent) for message in prompt_messages]
         if not self._is_single_agent:  # otherwise, messages stay as in `GRPOTrainer`
             prompt_messages = [  # without the empty fields that `datasets` adds
                 {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
                 for message in prompt_messages
             ]
         if not self._is_single_agent or request.seen:
-            self._check(prompt_messages)
+            self._check(prompt_messages, request.agent)
         shown: Sequence[Seen] = request.seen
         if self._reasoning is not None and not self.show_reasoning:
             shown = self._reasoning.shown(request.seen, request.after)
@@ -415,9 +442,22 @@ class PromptBuilder:
     def _quoted(self, messages: Messages) -> Messages:
         if self._is_single_agent:
             return messages
-        return [message | {"content": quote_speaker_lines(message.get("content") or "")} for message in messages]
+        return [message | {"content": _quote_content(message.get("content") or "")} for message in messages]
 
-    def _check(self, prompt: Messages) -> None:
+    def _check_parts(self, number: int, content: Any, agent: str) -> None:
+        """Raise a `PromptError` unless a content has images and texts, and the agent sees images."""
+        if not has_image(content):
+            raise PromptError(
+                f"Message {number} of a prompt has the content {str(content)[:80]!r}, which is not a string. Join the "
+                "parts of the content into a single string."
+            )
+        if not self.sees_images(agent):
+            why = "`sees_images=False`" if self.template.images is not None else "a model that takes text alone"
+            raise PromptError(f"Message {number} of a prompt has an image, but agent {agent!r} has {why}.")
+        if any(part["type"] == "image" and not is_image(part.get("image")) for part in content):
+            raise PromptError(f"Message {number} of a prompt has the place of an image without the image.")
+
+    def _check(self, prompt: Messages, agent: str) -> None:
         for number, message in enumerate(prompt):
             if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
                 raise PromptError(
@@ -426,10 +466,7 @@ class PromptBuilder:
                     "`content`."
                 )
             if not isinstance(message.get("content"), str | None):
-                raise PromptError(
-                    f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
-                    "a string. Agents read only text: join the parts of the content into a single string."
-                )
+                self._check_parts(number, message["content"], agent)
             fields = {} if self._is_single_agent else {name: message[name] for name in message if name != "content"}
             name = next((name for name in fields if self._encode.contains_control_token(_strings(fields[name]))), None)
             if name is not None:
@@ -443,6 +480,7 @@ class PromptBuilder:
         if self._is_single_agent:
             return True
         texts = [content] if isinstance(content, str) else [message.get("content") or "" for message in content]
+        texts = [text_of(text) if isinstance(text, list) else text for text in texts]
         return all(map(self._encode.is_plain, texts))
 
     def _own_messages(self, request: Request, turn: Turn) -> Messages:
@@ -462,15 +500,38 @@ class PromptBuilder:
         if isinstance(observation, str):
             head = self.tokenizer("")["input_ids"]  # the BOS token, if the tokenizer adds it
             return list(head) + self._encode(observation)
-        return self._encode_pieces(self._pieces(observation, functions))
+        pieces = self._pieces(observation, functions)
+        return self._opening(pieces) + self._encode_pieces(pieces, images=self._images_of(observation))
 
-    def _encode_pieces(self, pieces: Pieces, turns: Mapping[int, Turn] | None = None) -> list[int]:
-        """Return the token ids of `pieces`. Texts of `turns`, by message index, keep the sampled tokens."""
+    def _opening(self, pieces: Pieces) -> list[int]:
+        """Tokens before the first piece: processors, unlike tokenizers, add a BOS that the template does not write."""
+        bos = self.tokenizer.bos_token
+        adds = self.template.images is not None and not (bos and pieces[0].startswith(bos))
+        return list(self.tokenizer("")["input_ids"]) if adds else []
+
+    def _images_of(self, messages: Messages) -> list[Any]:
+        return list(images_of(messages)) if self.template.images is not None else []
+
+    def _encode_pieces(
+        self, pieces: Pieces, turns: Mapping[int, Turn] | None = None, images: list[Any] | None = None
+    ) -> list[int]:
+        """
+        Return the token ids of `pieces`. Texts of `turns`, by message index, keep the sampled tokens. The last of the
+        `images` are in the pieces, and are removed from the list.
+        """
         ids: list[int] = []
-        for piece in pieces:
+        counts: dict[int, int] = {}
+        if images and self.template.images is not None:
+            counts = {place: self.template.images.count(piece) for place, piece in enumerate(pieces[::2])}
+        own = images[len(images) - sum(counts.values()) :] if images else []
+        if images:
+            del images[len(images) - len(own) :]
+        for place, piece in enumerate(pieces):
             turn = (turns or {}).get(piece.message) if isinstance(piece, Part) else None
             if isinstance(piece, str):
-                ids += self.template.encode(piece)
+                count = counts.get(place // 2, 0)
+                ids += self.template.encode(piece, own[:count]) if count else self.template.encode(piece)
+                own = own[count:]
             elif turn is not None and piece.text == turn.raw_text:
                 ids += turn.completion_ids[:-1] if self._ending(turn.completion_ids) else turn.completion_ids
             else:
@@ -482,7 +543,7 @@ class PromptBuilder:
         _, *results = self._own_messages(request, turn)
         ids = self._with_end_token(turn)
         following = self.template.pieces_after(results, request.functions, self._ending(ids))
-        return [*turn.prompt_ids, *ids, *self._encode_pieces(following)]
+        return [*turn.prompt_ids, *ids, *self._encode_pieces(following, images=self._images_of(results))]
 
 
 def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
@@ -520,6 +581,14 @@ def _as_shown(request: Request) -> Request:
     before, rest = request.seen[:start], request.seen[start:]
     kept = [item for item in before if item.index in (after.sees if isinstance(item, Turn) else after.hears)]
     return replace(request, seen=(*kept, *rest))
+
+
+def _quote_content(content: Any) -> Any:
+    if isinstance(content, str):
+        return quote_speaker_lines(content)
+    return [
+        {**part, "text": quote_speaker_lines(part["text"])} if part["type"] == "text" else part for part in content
+    ]
 
 
 def _strings(value: Any) -> str:

@@ -18,8 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from ..config.dataset_checks import has_other_content
+from ..episodes.images import as_parts, has_image, images_of
 from ..episodes.records import Function, Messages, PromptError, Seen, Turn
 from ..episodes.tools import as_plain, unbound
+from ..seams.vision import ImageProcessor
 
 
 # HTML tags that Gemma has as added tokens
@@ -52,10 +54,19 @@ def begins(pieces: Pieces, beginning: Pieces) -> bool:
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, rendered with marks around the contents of messages."""
+    """
+    Chat template of a tokenizer, rendered with marks around the contents of messages. With `images`, places of images
+    are text of the template.
+    """
 
-    def __init__(self, tokenizer, source: str | None = None, options: dict[str, Any] | None = None):
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer,
+        source: str | None = None,
+        options: dict[str, Any] | None = None,
+        images: ImageProcessor | None = None,
+    ):
+        self.tokenizer, self.images = tokenizer, images
         self.source = source  # instead of the tokenizer's own
         self.options = dict(options or {})  # keyword arguments of the template
         self._ids: dict[str, list[int]] = {}
@@ -66,7 +77,10 @@ class ChatTemplate:
     def text(self) -> str:
         return self.source or str(self.tokenizer.chat_template)
 
-    def encode(self, piece: str) -> list[int]:
+    def encode(self, piece: str, images: Sequence[Any] = ()) -> list[int]:
+        """Token ids of template text, with these images in their places."""
+        if images and self.images is not None:
+            return self.images.encode(piece, images)
         if piece not in self._ids:  # cached, since all observations consist of the same few pieces
             if len(self._ids) >= _MOST_PIECES:  # but for what other programs send
                 self._ids.clear()
@@ -83,7 +97,12 @@ class ChatTemplate:
         Raises:
             ValueError: a content is not rendered exactly once.
         """
+        images = images_of(messages) if self.images is not None else ()
+        if images:
+            messages = list(map(_without_pixels, messages))
         pieces = _find_pieces(messages, lambda shown: self.render(shown, functions, add_generation_prompt))
+        if pieces is not None and images:
+            self.check_places(pieces, len(images), messages)
         if pieces is None:
             raise ValueError(
                 "The chat template of the tokenizer drops or changes messages with the roles "
@@ -92,6 +111,15 @@ class ChatTemplate:
                 "other messages."
             )
         return pieces
+
+    def check_places(self, pieces: Pieces, count: int, messages: Messages) -> None:
+        places = 0 if self.images is None else sum(map(self.images.count, pieces[::2]))
+        if places != count:
+            raise PromptError(
+                f"The chat template of {self.tokenizer.name_or_path!r} has places for {places} of the {count} images "
+                f"in messages with the roles {[message['role'] for message in messages]}. Show images in messages of "
+                "users, or set another template."
+            )
 
     def pieces_after(self, messages: Messages, functions: Sequence[Function], ending: str = "") -> Pieces:
         """As `pieces`, for results of tools, from behind the token that `ending` spells at the end of the call."""
@@ -110,7 +138,12 @@ class ChatTemplate:
             # GLM writes the same token at the end of a call and before a result
             return whole[len(before) :].removeprefix(ending)
 
+        images = images_of(messages) if self.images is not None else ()
+        if images:
+            messages = list(map(_without_pixels, messages))
         pieces = _find_pieces(messages, render_results)
+        if pieces is not None and images:
+            self.check_places(pieces, len(images), messages)
         if not are_kept or pieces is None:
             raise ValueError(
                 "The chat template of the tokenizer changes earlier messages when later messages follow, so an agent "
@@ -123,6 +156,8 @@ class ChatTemplate:
         self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
     ) -> str:
         schemas = self.schemas(functions) or None
+        if self.images is not None:  # many templates of vision-language models take nothing but parts
+            messages = [_with_parts(message) for message in messages]
         with naming_templates(self.tokenizer, messages):
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -211,6 +246,19 @@ def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
         ) from error
 
 
+def _without_pixels(message: dict[str, Any]) -> dict[str, Any]:
+    if not has_image(message.get("content")):
+        return message
+    return {
+        **message,
+        "content": [part if part["type"] == "text" else {"type": "image"} for part in message["content"]],
+    }
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": as_parts(message["content"])} if isinstance(message.get("content"), str) else message
+
+
 def _calling(name: str = "x", count: int = 1) -> Messages:
     return [_USER, {"role": "assistant", "content": "", "tool_calls": [make_call(name)] * count}]
 
@@ -228,7 +276,9 @@ def _find_pieces(messages: Messages, render: Callable[[Messages], str]) -> Piece
     """
     whole: str | None = None
     as_texts = [
-        {**message, "content": str(message["content"])} if isinstance(message.get("content"), list) else message
+        {**message, "content": str(message["content"])}
+        if isinstance(message.get("content"), list) and not has_image(message["content"])
+        else message
         for message in messages
     ]
     for shown in [messages] if as_texts == messages else [messages, as_texts]:
@@ -295,7 +345,12 @@ def _find_marked(messages: Messages, render: Callable[[Messages], str], fills: b
             reasoning = put(Part(number, next(iter(fields.values())), is_reasoning=True))
             fields = dict.fromkeys(fields, reasoning)
         content = message.get("content")
-        if isinstance(content, list):  # the result of a tool
+        if isinstance(content, list) and has_image(content):
+            fields["content"] = [
+                {**part, "text": put(Part(number, part["text"]))} if part["type"] == "text" else part
+                for part in content
+            ]
+        elif isinstance(content, list):  # the result of a tool
             fields["content"] = map_leaves(functools.partial(put_string, number), content)
         elif content or not has_other_content(message):  # many have a line break before a content
             fields["content"] = put(Part(number, content or ""))

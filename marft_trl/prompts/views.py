@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..agents import AgentSpec
+from ..episodes.images import as_parts, has_image, images_of, text_of, with_images
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
 from ..episodes.tools import as_plain
 from .chat_template import make_call, map_leaves
@@ -141,12 +142,17 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
         return {"role": "assistant", **fields}
     if isinstance(item, Feedback) and item.tool is not None and item.audience == agent.name:  # of its own call
         return result_message(item, quote_speaker_lines)
-    return {"role": "user", "content": said_by(item)}
+    content = said_by(item)
+    if isinstance(item, Feedback) and item.images:
+        content = with_images(content, item.images)
+    return {"role": "user", "content": content}
 
 
 def result_message(result: Feedback, quote: Callable[[str], str] = str) -> dict[str, Any]:
     """The message of a tool's result. Strings of a list are quoted like texts."""
     content = result.text if result.elements is None else list(result.elements)
+    if result.images:
+        return {"role": "tool", "name": result.tool, "content": with_images(quote(result.text), result.images)}
     quoted = map_leaves(lambda leaf: quote(leaf) if isinstance(leaf, str) else leaf, content)
     return {"role": "tool", "name": result.tool, "content": quoted}
 
@@ -158,15 +164,28 @@ def make_message_calls(turn: Turn) -> list[dict[str, Any]]:
 
 
 def merge_consecutive(messages: Messages) -> Messages:
-    """Merge consecutive messages of the same role that have only a role and a text."""
+    """Merge consecutive messages of the same role that have only a role and a text, maybe with images."""
     merged: Messages = []
     for message in messages:
         if merged and merged[-1]["role"] == message["role"] and _has_only_text(merged[-1]) and _has_only_text(message):
             contents = filter(None, (merged[-1]["content"], message["content"]))
-            merged[-1] = {**merged[-1], "content": SEPARATOR.join(contents)}
+            merged[-1] = {**merged[-1], "content": join_contents(*contents)}
         else:
             merged.append(message)
     return merged
+
+
+def join_contents(*contents: Any) -> Any:
+    """Join contents, with a blank line between two texts. Images stay where they are."""
+    if all(isinstance(content, str) for content in contents):
+        return SEPARATOR.join(contents)
+    joined: list[dict[str, Any]] = []
+    for content in contents:
+        first, *rest = as_parts(content)
+        if first["type"] == "text" and joined and joined[-1]["type"] == "text":
+            first = {"type": "text", "text": joined.pop()["text"] + SEPARATOR + first["text"]}
+        joined += [first, *rest]
+    return joined
 
 
 def fold_system_message(messages: Messages) -> Messages:
@@ -175,12 +194,13 @@ def fold_system_message(messages: Messages) -> Messages:
         return messages
     system, rest = messages[0], messages[1:]
     if rest and rest[0]["role"] == "user":
-        return [{**rest[0], "content": system["content"] + SEPARATOR + rest[0]["content"]}, *rest[1:]]
+        return [{**rest[0], "content": join_contents(system["content"], rest[0]["content"])}, *rest[1:]]
     return [{"role": "user", "content": system["content"]}, *rest]
 
 
 def _has_only_text(message: dict[str, Any]) -> bool:
-    return set(message) == {"role", "content"} and isinstance(message["content"], str)
+    content = message["content"]
+    return set(message) == {"role", "content"} and (isinstance(content, str) or has_image(content))
 
 
 def check_view(view: Any, owner: str) -> None:
@@ -212,7 +232,7 @@ def call_view(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[See
             )
         if "role" not in message:
             raise TypeError(f"{subject} returned message {number} without a `role`; it has {sorted(message)}.")
-        if not isinstance(message.get("content"), str | None):
+        if not isinstance(message.get("content"), str | None) and not has_image(message["content"]):
             raise TypeError(
                 f"{subject} returned message {number} with a {type(message['content']).__name__} as `content`, which "
                 "must be a string. `prompt` is a list of messages: unpack it with `*prompt`."
@@ -228,6 +248,10 @@ def convert_tool_messages(messages: Messages, keep_called: bool) -> Messages:
         is_result = message["role"] == "tool"
         follows_calls = bool(message.get("tool_calls")) or (is_result and follows_calls)
         if is_result and not (follows_calls and keep_called):
-            message = {"role": "user", "content": f"{speaker_line(TOOL)}\n{message['content']}"}
+            content, head = message["content"], f"{speaker_line(TOOL)}\n"
+            if isinstance(content, list) and has_image(content):
+                message = {"role": "user", "content": with_images(head + text_of(content), images_of([message]))}
+            else:
+                message = {"role": "user", "content": f"{head}{content}"}
         converted.append(message)
     return converted

@@ -18,11 +18,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from ..episodes.images import as_data_url, has_image, images_of
 from ..episodes.records import Episode, Messages, Turn
 from ..system.files import write_atomically
 from ..system.redaction import printable
 
 
+_THUMBNAIL = 160  # pixels
 _TEMPLATES = Path(__file__).parent / "templates"
 # Advantage of a turn: one number, or one per token; `None` if the turn was not trained on.
 Advantage = float | Sequence[float] | None
@@ -37,6 +39,7 @@ class TranscriptMessage:
     tokens: tuple[str, ...] = ()  # text of each token, if known
     advantages: float | tuple[float, ...] | None = None  # of the turn, or of each of its tokens
     is_feedback: bool = False
+    images: tuple[str, ...] = ()  # small copies, as `data:` URLs
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Transcript:
     reward: float | None = None  # what the episode earned in all; `None` if nothing scored it
     reference: str = ""  # right answer of the dataset row, if it has one
     updates: int | None = None  # before the episode; with `max_staleness`, its turns may have seen fewer
+    images: tuple[str, ...] = ()  # of the prompt, small copies as `data:` URLs
 
     @classmethod
     def of(
@@ -77,8 +81,17 @@ class Transcript:
                 entries.append(_turn_entry(item, names, item is episode.answer, notes, advantages, tokens))
             else:
                 note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
-                entries.append(TranscriptMessage(item.agent, item.raw_text, (note,), is_feedback=True))
-        return cls(title, messages_as_text(episode.prompt), tuple(entries), dict(rewards or {}), reward, reference)
+                images = _thumbnails(item.images)
+                entries.append(TranscriptMessage(item.agent, item.raw_text, (note,), is_feedback=True, images=images))
+        return cls(
+            title,
+            messages_as_text(episode.prompt),
+            tuple(entries),
+            dict(rewards or {}),
+            reward,
+            reference,
+            images=_thumbnails(images_of(episode.prompt)),
+        )
 
     def as_text(self, width: int = 80) -> str:
         lines = [f"-- {printable(self.title)} ".ljust(width, "-") if self.title else "-" * width]
@@ -118,7 +131,19 @@ def messages_as_text(prompt: str | Messages) -> str:
     """Format messages with their roles. A plain text is returned unchanged."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
+    return "\n".join(f"{message['role']}: {_shown(message.get('content'))}" for message in prompt)
+
+
+def _shown(content: Any) -> str:
+    """A content as text, with the sizes of images in their places."""
+    if not has_image(content):
+        return content or ""
+    texts = (part.get("text") or "[image {} x {}]".format(*part["image"].size) for part in content)
+    return "\n".join(texts)
+
+
+def _thumbnails(images: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(as_data_url(image, _THUMBNAIL) for image in images)
 
 
 def _turn_entry(
@@ -185,7 +210,8 @@ def html_page(
     about = f"{len(transcripts)} episodes{_format_mean([transcript.reward for transcript in transcripts])}"
     if len(rewards) > len(transcripts):
         about = f"The first {len(transcripts)} of {len(rewards)} episodes{_format_mean(rewards)}"
-    return _render(title=title, about=about, run=run, index=index, transcripts=transcripts)
+    pictures = any(item.images or any(entry.images for entry in item.entries) for item in transcripts)
+    return _render(title=title, about=about, run=run, index=index, transcripts=transcripts, has_images=pictures)
 
 
 def _format_mean(rewards: Sequence[float | None]) -> str:

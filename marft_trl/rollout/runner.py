@@ -132,6 +132,7 @@ class EpisodeRunner:
         self.prompts, self.generator = speaker.prompts, speaker.generator
         self._users = users or UserState({})
         self.mode, self.keys, self.uses_tools = RunMode(), SeedKeys(seed), speaker.reader.uses_tools
+        self.sees_images = any(self.prompts.for_agent(agent.name).sees_images(agent.name) for agent in agents)
         self._first_observations: list[tuple[tuple, Observation | PromptError]] = []  # a cache
         self.device_lock = threading.RLock()  # held while the model generates
         self._tokenizer_lock = threading.RLock()  # for code that is not thread-safe: tokenizers, and TRL's use of them
@@ -259,6 +260,7 @@ class EpisodeRunner:
             scripts,
             self.mode.trains and not is_rehearsal,
             self.count_tokens,
+            self.sees_images,
         )
 
     def count_tokens(self, agent: str, messages: Messages, tools: Sequence[Function] = ()) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
+from trl.data_utils import prepare_multimodal_messages
 
 from ..agents import AgentSpec
 from ..config.team_setup import Sampling
@@ -16,6 +17,7 @@ from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_win
 from ..prompts.chat_template import ChatTemplate
 from ..prompts.tool_calls import prepare_tools
 from ..prompts.views import View, team_view
+from ..seams.vision import ImageProcessor
 from ..workflows import Workflow
 from .generator import Generator
 from .turn_reader import TurnReader
@@ -37,6 +39,7 @@ class PromptSettings:
 
     tokenize: Callable[..., list[list[int]]] | None = None  # TRL's, instead of that of [`make_tokenize`]
     chat_template: str | None = None  # instead of the tokenizer's
+    images: ImageProcessor | None = None  # of a vision-language model
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     view: View = team_view  # of agents without their own
     aliases: Mapping[str, str] = field(default_factory=dict)  # names under which agents see each other
@@ -52,22 +55,21 @@ def find_template(
     return uses_tools, prepare_tools(tokenizer, agents, workflow) if uses_tools else None
 
 
-def make_tokenize(
-    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template_kwargs: Mapping[str, Any]
-) -> Callable[..., list[list[int]]]:
+def make_tokenize(template: ChatTemplate) -> Callable[..., list[list[int]]]:
     """Tokenization of prompts like `GRPOTrainer._tokenize_prompts` (TRL 1.16), without a trainer."""
+    tokenizer = template.tokenizer if template.images is None else template.images.processor
 
     def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
         if not is_conversational({"prompt": prompts[0]}):
             return tokenizer(text=prompts)["input_ids"]
         return tokenizer.apply_chat_template(
-            conversation=prompts,
+            conversation=prompts if template.images is None else list(map(prepare_multimodal_messages, prompts)),
             tools=list(functions) or None,
-            chat_template=chat_template,
+            chat_template=template.source,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            **template_kwargs,
+            **template.options,
         )["input_ids"]
 
     return tokenize
@@ -98,10 +100,10 @@ def make_speaker(
     `own` are the agents that act with this model.
     """
     uses_tools = workflow.uses_tools or any(agent.tools for agent in agents if agent.name in own)
-    template = ChatTemplate(tokenizer, settings.chat_template, settings.chat_template_kwargs)
+    template = ChatTemplate(tokenizer, settings.chat_template, settings.chat_template_kwargs, settings.images)
     prompts = PromptBuilder(
         template,
-        tokenize=settings.tokenize or make_tokenize(tokenizer, settings.chat_template, settings.chat_template_kwargs),
+        tokenize=settings.tokenize or make_tokenize(template),
         agents=agents,
         view=settings.view,
         keeps_text_prompts=is_plain(agents, uses_tools),

@@ -25,6 +25,7 @@ from ..seams.generation import (
 )
 from ..seams.libraries import get_logger
 from ..seams.lora_layers import DecodingLayers, MixedLora
+from ..seams.vision import ImageProcessor
 from ..shared_prefix.decoding import Recorder, StepStore, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
 from .generator import DrawnByRow, Generator, LiveRows, SampledTurn
@@ -62,15 +63,24 @@ class ModelEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        prompt_ids: list[list[int]],
+        settings: Mapping[str, Any],
+        options: Mapping[str, Any],
+        images: Callable[[torch.Tensor, Sequence[int]], dict[str, Any]] | None = None,
     ) -> list[list[int]]:
         device, width = self.model.device, max(map(len, prompt_ids))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in prompt_ids], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
         config = GenerationConfig(**settings, disable_compile=True)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            **({} if images is None else images(ids, [width] * len(ids))),
+        }
         with forward_in_precision(self.model, self.autocast), generating_in_precision(self.model, self.autocast):
-            rows = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)
+            rows = self.model.generate(**inputs, generation_config=config, **options)
         return [self._up_to_end(row) for row in rows[:, width:].tolist()]
 
     @torch.no_grad()
@@ -88,6 +98,7 @@ class _DecodingGroup(NamedTuple):
 
     adapter: str
     sampling: Sampling
+    has_images: bool
 
 
 class TransformersGenerator(Generator):
@@ -97,6 +108,7 @@ class TransformersGenerator(Generator):
     Args:
         share: compute the common prefix of several observations only once.
         records: record the log-probabilities of sampled tokens, where prefixes are shared.
+        images: processes images of observations, for a vision-language model.
         is_sharded: a sharded base neither mixes adapters nor replays graphs, whose weights have to stay in place.
     """
 
@@ -108,6 +120,7 @@ class TransformersGenerator(Generator):
         share: bool,
         records: bool = False,
         is_sharded: bool = False,
+        images: ImageProcessor | None = None,
     ):
         model = engine.model
         names = list(dict.fromkeys(map(policies.get_adapter, samplings)))  # an agent without a policy has none
@@ -116,7 +129,7 @@ class TransformersGenerator(Generator):
         self._mixed = MixedLora(model) if can_mix else None  # decodes few rows of several agents together
         self._share, self.records, self._is_sharded = share, share and records, is_sharded
         self._engine, self._policies, self._samplings = engine, policies, samplings
-        self._is_noted = False
+        self._is_noted, self._images = False, images
         self._store: StepStore | None = None  # made when steps keep their shapes
         self._layers = DecodingLayers(lambda: engine.model)
         # A copied tokenizer: threads cannot share one, and the thread that samples may differ from the one that reads
@@ -133,7 +146,8 @@ class TransformersGenerator(Generator):
             for index, observation in enumerate(observed):
                 if observation.by_reference == by_reference:
                     agent_sampling: Sampling = dataclasses.replace(self._samplings[observation.agent], **overrides)
-                    group = _DecodingGroup(self._policies.get_adapter(observation.agent), agent_sampling)
+                    adapter, has_images = self._policies.get_adapter(observation.agent), bool(observation.images)
+                    group = _DecodingGroup(adapter, agent_sampling, has_images)
                     groups.setdefault(group, []).append(index)
             for group, indices in (groups if by_reference else self._joined(groups)).items():
                 group_turns = self._generate_group(group, [observed[index] for index in indices], overrides, greedy)
@@ -154,7 +168,11 @@ class TransformersGenerator(Generator):
         is_mixed = len(set(adapters)) > 1 and self._mixed is not None
         if is_mixed:
             speaker = cast(MixedLora, self._mixed).on()
-        options = self._options(sampling, settings, recorder, adapters if is_mixed else None, live)
+        images = None
+        if group.has_images:
+            images = functools.partial(cast(Any, self._images).for_model, [item.images for item in observed])
+        own_loop = self._share and images is None  # TRL's and transformers' loop takes images
+        options = self._options(sampling, settings, recorder, adapters if is_mixed else None, live, own_loop)
         loop = options.get("custom_generate")
         layers: contextlib.AbstractContextManager[Hashable | None] = contextlib.nullcontext()
         if loop is not None:
@@ -164,7 +182,7 @@ class TransformersGenerator(Generator):
             if loop is not None:
                 loop.keywords["key"] = key
             try:
-                sampled = self._engine.generate([request.ids for request in observed], settings, options)
+                sampled = self._engine.generate([request.ids for request in observed], settings, options, images)
             except torch.OutOfMemoryError:
                 self.drop_cache()  # a smaller batch is tried with less room
                 raise
@@ -213,7 +231,7 @@ class TransformersGenerator(Generator):
         for group, indices in groups.items():
             alike = [value for item, value in groups.items() if item[1:] == group[1:]]
             is_small = sum(map(len, alike)) <= MIXED_ROWS * len(alike)
-            may_be = self._mixed is not None and len(alike) > 1 and is_small
+            may_be = self._mixed is not None and len(alike) > 1 and is_small and not group.has_images
             if may_be and self._can_decode(self._engine.settings(group.sampling)):
                 group = group._replace(adapter="")
             joined.setdefault(group, []).extend(indices)
@@ -232,11 +250,12 @@ class TransformersGenerator(Generator):
         recorder: Recorder | None,
         adapters: Sequence[str] | None = None,
         live: LiveRows | None = None,
+        own_loop: bool = True,
     ) -> dict[str, Any]:
         options: dict[str, Any] = {}
         if sampling.stop:
             options["stopping_criteria"] = [StopStringCriterion(self._stops[sampling.stop])]
-        if self._can_decode(settings):
+        if own_loop and self._can_decode(settings):
             # `generation_kwargs` may set a sampling temperature that differs from the temperature of scoring
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None

@@ -24,6 +24,7 @@ from ..adapters.manifest import MANIFEST_NAME, TeamManifest
 from ..adapters.policies import SHARED_POLICY, Policies, load_references, save_references
 from ..algorithms.rows import Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
+from ..episodes.images import digest_of, restore_image
 from ..episodes.records import SampledBy
 from ..learning.adapter_updates import Schedule
 from ..seams.libraries import get_logger
@@ -47,18 +48,28 @@ def save_rollouts(
     """Save the training rows, `None` if all were used, the number of micro-steps so far, and further state."""
     tensors: dict[str, torch.Tensor] = {}
     slice_data = []
+    images: dict[str, Any] = {}  # by their content, so that each is saved once
     for s, slice_ in enumerate(slices or []):
         rows = []
         for r, row in enumerate(slice_.rows):
             row_data = dict(vars(row))
             for name in [name for name, value in row_data.items() if isinstance(value, torch.Tensor)]:
                 tensors[f"{s}.{r}.{name}"] = row_data.pop(name).detach().cpu().contiguous()
+            if row.images:
+                row_data["images"] = [digest_of(image) for image in row.images]
+                images |= zip(row_data["images"], row.images, strict=True)
+            else:
+                del row_data["images"]
             rows.append(row_data)
         slice_data.append({**vars(slice_), "rows": rows, "adapters": sorted(slice_.adapters)})
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
-    save_file(tensors, stem.with_suffix(".safetensors"))
     saved = slice_data if slices is not None else None
     state = {"world_size": world_size, "step": step, "slices": saved, "extra": extra}
+    if images:
+        for name, image in images.items():
+            tensors[f"image.{name}"] = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        state["images"] = {name: [image.mode, *image.size] for name, image in images.items()}
+    save_file(tensors, stem.with_suffix(".safetensors"))
     stem.with_suffix(".json").write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -84,6 +95,7 @@ def load_rollouts(
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     state = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
     tensors = load_file(stem.with_suffix(".safetensors"))
+    images = {name: restore_image(kind, tensors[f"image.{name}"]) for name, kind in state.get("images", {}).items()}
     slices = []
     for s, slice_state in enumerate(state["slices"] or []):
         rows = []
@@ -91,6 +103,7 @@ def load_rollouts(
             names = [field.name for field in fields(Row) if f"{s}.{r}.{field.name}" in tensors]
             if row_state.get("sampled_by") is not None:
                 row_state["sampled_by"] = SampledBy(*row_state["sampled_by"])
+            row_state["images"] = tuple(images[name] for name in row_state.get("images", ()))
             rows.append(Row(**row_state, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
         slices.append(Slice(rows, **{**slice_state, "adapters": frozenset(slice_state["adapters"])}))
     return state["step"], None if state["slices"] is None else slices, state.get("extra", {})

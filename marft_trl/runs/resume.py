@@ -23,6 +23,7 @@ from ..adapters.manifest import BaseModel, FurtherBaseModel, hash_of_weights
 from ..config.marft_config import MARFTConfig
 from ..config.options import ALWAYS_UNUSED, INHERITED, collect_rules
 from ..config.team_setup import TeamSetup
+from ..episodes.images import digest_of, is_image
 from ..prompts.views import View
 from ..seams.libraries import installed_version
 from ..system.files import read_source
@@ -195,6 +196,10 @@ def _fixed(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool)) else None
 
 
+def _as_text(value: Any) -> str:
+    return digest_of(value) if is_image(value) else str(value)
+
+
 def dataset_hash(dataset: Any) -> dict[str, Any]:
     """Number of rows, columns and a hash of evenly spaced rows. Nothing is read from a stream."""
     if not isinstance(dataset, Dataset):
@@ -204,7 +209,7 @@ def dataset_hash(dataset: Any) -> dict[str, Any]:
     digest = hashlib.sha256()
     rows = dataset.with_format(None)
     for index in range(0, count, step):
-        digest.update(json.dumps(rows[index], sort_keys=True, default=str).encode())
+        digest.update(json.dumps(rows[index], sort_keys=True, default=_as_text).encode())
     return {"rows": count, "columns": sorted(dataset.column_names), "content": digest.hexdigest()[:16]}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from accelerate.utils import convert_to_fp32
 from peft import PeftModel
 from transformers import GenerationConfig
 from trl import GRPOTrainer
+from trl.trainer.utils import pad
 
 from .swapping import swapped
 
@@ -160,9 +161,16 @@ class TrlEngine:
         return {**self._trainer.generation_kwargs, **own}
 
     def generate(
-        self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        prompt_ids: list[list[int]],
+        settings: Mapping[str, Any],
+        options: Mapping[str, Any],
+        images: Callable[[torch.Tensor, Sequence[int]], dict[str, Any]] | None = None,
     ) -> list[list[int]]:
-        """Sample a completion for each prompt, up to and including its end-of-sequence token."""
+        """
+        Sample a completion for each prompt, up to and including its end-of-sequence token. `images` gives the inputs
+        for token ids `(B, P)` with images.
+        """
         trainer, model = self._trainer, self.model
         config = GenerationConfig(**settings, disable_compile=True)
         generate = functools.partial(model.generate, **{"synced_gpus": False, **options})
@@ -171,4 +179,10 @@ class TrlEngine:
             swapped(model, {"generate": generate}),
             generating_in_precision(model, HALF.get(trainer.accelerator.mixed_precision)),
         ):
-            return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]
+            inputs = {} if images is None else images(ids := self._padded(prompt_ids), [ids.size(1)] * len(ids))
+            return trainer._generate_single_turn(prompt_ids, None, inputs, 1)[0]
+
+    def _padded(self, prompt_ids: list[list[int]]) -> torch.Tensor:
+        """Token ids as TRL pads them."""
+        tensors, multiple = list(map(torch.tensor, prompt_ids)), self._trainer.pad_to_multiple_of
+        return pad(tensors, self.tokenizer.pad_token_id, padding_side="left", pad_to_multiple_of=multiple)

@@ -158,25 +158,31 @@ def use_adapters(adapters: RowAdapters | None, rows: Iterable[int]) -> None:
 
 
 def hidden_states(
-    backbone: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], share: bool = True
+    backbone: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    share: bool = True,
+    images: Callable[[torch.Tensor, Sequence[int]], dict[str, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """
     Compute the hidden states `(B, V, H)` that predict the tokens of completions. `V` is the length of the longest
     completion, at least 1; states after the end of a completion are not valid. An empty completion gets the hidden
-    state of the last token of its prompt, which is never empty.
+    state of the last token of its prompt, which is never empty. `images` gives the inputs for token ids `(B, S)` with
+    images before the ends of the prompts. Their positions are the model's, and they share nothing.
     """
     device = next(backbone.parameters()).device
     counts = [max(len(completion), 1) for completion in completions]
     parts = zip(prompts, completions, counts, strict=True)
     rows = [[*prompt, *completion[: count - 1]] for prompt, completion, count in parts]
-    groups = plan_passes(prompts, [count - 1 for count in counts]) if share else []
+    groups = plan_passes(prompts, [count - 1 for count in counts]) if share and images is None else []
     if groups:
         with checkpointing_with_caches(backbone):
             hidden, starts = shared_pass(backbone, rows, groups, RepeatedLayer)
     else:
         ids, mask = padded(rows, device)
         positions = torch.arange(ids.size(1), device=device).expand_as(ids)
-        output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        inputs = {"position_ids": positions} if images is None else images(ids, list(map(len, prompts)))
+        output = backbone(input_ids=ids, attention_mask=mask, use_cache=False, **inputs)
         hidden, starts = output.last_hidden_state, [0] * len(rows)
     first = [len(row) - count - start for row, count, start in zip(rows, counts, starts, strict=True)]
     after = torch.arange(max(counts), device=hidden.device)

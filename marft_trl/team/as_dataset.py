@@ -9,6 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..episodes.images import as_parts, digest_of, images_of, is_image
 from ..episodes.records import Episode, Turn
 from ..system.hints import did_you_mean
 from .events import check_count
@@ -36,7 +37,7 @@ def to_dataset(
     names = [agent] if agent is not None else list(agents)
     groups: dict[str, list[int]] = {}
     for index, episode in enumerate(episodes):
-        groups.setdefault(repr(episode.row), []).append(index)
+        groups.setdefault(_key(episode.row), []).append(index)
     rows: list[dict[str, Any]] = []
     for indices in groups.values():
         if kind == "dpo":
@@ -59,9 +60,39 @@ def to_dataset(
                 rows += [{**_shaped(turn, kind), "agent": turn.agent, "reward": scores[index]} for turn in turns]
     if not rows:
         raise ValueError(_nothing_left(kind, names, [turn for episode in episodes for turn in _turns(episode, names)]))
+    if any(images_of(value) for row in rows for value in row.values() if _is_messages(value)):
+        rows = list(map(_with_images_apart, rows))
     if template:
         rows = [{**row, "chat_template_kwargs": dict(template)} for row in rows]
     return Dataset.from_list(rows)
+
+
+def _key(row: dict[str, Any]) -> str:
+    """What is equal for samples of one row. The `repr` of an image has its address."""
+    shown = {name: digest_of(entry) if is_image(entry) else entry for name, entry in row.items()}
+    if isinstance(images := row.get("images"), list):
+        shown["images"] = [digest_of(image) if is_image(image) else image for image in images]
+    return repr(shown)
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def _with_images_apart(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as TRL's trainers take it for vision-language models: messages with places, and a column `images`."""
+    images: list[Any] = []
+    apart: dict[str, Any] = {}
+    for name, value in row.items():
+        apart[name] = value
+        if _is_messages(value):
+            images += images_of(value)
+            parts = [(message, as_parts(message.get("content"))) for message in value]
+            apart[name] = [
+                {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
+                for message, content in parts
+            ]
+    return {**apart, "images": images}
 
 
 def _check(episodes: list[Episode], kind: str, agents: Sequence[str], agent: str | None, best: int | None) -> None:

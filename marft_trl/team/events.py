@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from trl import is_conversational
 from ..config.dataset_checks import check_prompts
 from ..config.marft_config import check_sampling
 from ..config.team_setup import decoding
+from ..episodes.images import is_image
 from ..episodes.records import EndOfEpisode, Episode, Request, Turn
 from ..prompts.builder import PromptBuilder
 from ..rollout.generator import LiveTurn
@@ -59,13 +61,19 @@ def questions(
     return rows, {"greedy": True} if greedy else decoding(sampling)
 
 
-def check_single_question(question: Any, where: str) -> None:
+def single_question(question: Any, images: Sequence[Any], where: str) -> Any:
+    """Return a question, a row if it has images. Raise a `TypeError` unless it is a single one."""
     if not isinstance(question, (str, Mapping)) and not (question and is_conversational({"prompt": question})):
         raise TypeError(
             f"`{where}` answers one question, a string or a list of messages, got {str(question)[:80]}. For several "
             "questions, use `team.run(questions)`, which returns an episode for each question, with the answer in "
             "`episode.answer.text`."
         )
+    if not images:
+        return question
+    row = dict(question) if isinstance(question, Mapping) else {"prompt": question}
+    row.pop("image", None)
+    return {**row, "images": [images] if isinstance(images, (str, os.PathLike)) or is_image(images) else list(images)}
 
 
 def check_count(name: str, number: Any) -> None:

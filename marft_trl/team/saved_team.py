@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from trl.trainer.utils import create_model_from_path
 
 from ..adapters.files import check_no_adapter, forget_local_bases, load_onto_base, save_base, warn_of_leftovers
@@ -34,6 +41,7 @@ from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_tem
 from ..rollout.transformers_generator import ModelEngine, TransformersGenerator
 from ..seams.generation import HALF
 from ..seams.models import keep_4bit_weights
+from ..seams.vision import ImageProcessor, as_tokenizer
 from ..shared_prefix.forward import find_obstacle
 from ..system.processes import device_map_kwargs
 from ..system.randomness import UserRandomness
@@ -132,13 +140,16 @@ def attach_replies(
     ]
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_processing_class(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """Load the tokenizer of a base, or its processor if the folder has one."""
+    is_processor = (folder / "processor_config.json").is_file()
     try:
         options = {"padding_side": "left", "truncation_side": "left", "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        loaded = (AutoProcessor if is_processor else AutoTokenizer).from_pretrained(folder, **options)
+        tokenizer = as_tokenizer(loaded)
         tokenizer("x")
         str(tokenizer.chat_template).encode()  # fails for unpaired surrogates
-        return tokenizer
+        return loaded
     except Exception as error:  # a damaged file can raise any exception
         raise ValueError(
             f"The tokenizer of the team in {folder} cannot be loaded: {type(error).__name__}: {error}. Its files are "
@@ -200,10 +211,14 @@ class LoadedBase:
 
     description: BaseModel
     model: PreTrainedModel | PeftModel
-    tokenizer: PreTrainedTokenizerBase
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
     chat_template: str | None  # instead of the tokenizer's
     agents: Sequence[str]  # that act with it
     servers: Servers | None = None  # that sample the turns; `None`: this process does
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return as_tokenizer(self.processing_class)
 
 
 def load_bases(
@@ -213,7 +228,7 @@ def load_bases(
     workflow: Workflow,
     model: Any,
     quantization_config: Any,
-    processing_class: PreTrainedTokenizerBase | None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
     engine: Any,
 ) -> list[LoadedBase]:
     """Load the bases of a team with their tokenizers and adapters. Servers compare weights, so a CPU is enough."""
@@ -231,7 +246,8 @@ def load_bases(
                 f"servers of each base: `engine={{{names[0]!r}: address, ...}}`."
             )
         own_folder = folder / base.folder
-        tokenizer = (None if base.folder else processing_class) or load_tokenizer(own_folder)
+        loaded_class = (None if base.folder else processing_class) or load_processing_class(own_folder)
+        tokenizer = as_tokenizer(loaded_class)
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
         loaded = load_base(manifest, base, own_folder, chosen, quantization_config, device)
@@ -244,7 +260,7 @@ def load_bases(
             from ..extras.engines.setup import Servers
 
             own_engine = own_engine if isinstance(own_engine, Servers) else Servers(own_engine)
-        bases.append(LoadedBase(base, loaded, tokenizer, template, names, own_engine))
+        bases.append(LoadedBase(base, loaded, loaded_class, template, names, own_engine))
     return bases
 
 
@@ -298,6 +314,8 @@ class SavedTeam:
     ) -> Speaker:
         inference, model, tokenizer = self.manifest.inference, base.model, base.tokenizer
         settings = make_generate_settings(inference, model, tokenizer, is_first=base is self.bases[0])
+        processor = base.processing_class
+        images = ImageProcessor(processor) if isinstance(processor, ProcessorMixin) else None
         # With adapters, generation is not inside of autocast
         half = None if isinstance(model, PeftModel) else HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, settings, half)
@@ -311,10 +329,11 @@ class SavedTeam:
             generator: Generator = base.servers.generator(agents, policies, samplings_of_base, engine)
         else:
             share = inference.share_prefixes and find_obstacle(without_adapters(model)) is None
-            generator = TransformersGenerator(engine, policies, samplings_of_base, share)
+            generator = TransformersGenerator(engine, policies, samplings_of_base, share, images=images)
 
         prompt_settings = PromptSettings(
             chat_template=base.chat_template,
+            images=images,
             chat_template_kwargs=inference.chat_template_kwargs,
             view=self.view,
             aliases=alias_names(agents) if self.manifest.anonymous else {},
@@ -347,7 +366,7 @@ class SavedTeam:
         descriptions: list[Any] = []
         for base in self.bases:
             names, description = manifest.adapters_on(base.description), base.description
-            save_base(base.model, base.tokenizer, folder, description, names)
+            save_base(base.model, base.processing_class, folder, description, names)
             saved += [base.model.peft_config[name] for name in names]
             current = describe_base(without_adapters(base.model), base.tokenizer, base.tokenizer.chat_template)
             if description.config_hash != current.config_hash:

@@ -20,7 +20,7 @@ from datasets import Dataset
 from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..adapters import files
 from ..adapters.manifest import TeamManifest
@@ -35,7 +35,7 @@ from ..workflows import Workflow
 from ..workflows.base import rebuild
 from . import saved_team
 from .as_dataset import to_dataset
-from .events import SET_ELSEWHERE, Event, check_count, check_single_question, questions
+from .events import SET_ELSEWHERE, Event, check_count, questions, single_question
 from .live import DeviceThread, LiveTeam, Question, from_thread
 from .saved_team import SavedTeam
 
@@ -108,7 +108,7 @@ class Team(NearNames):
         environment_factory: Callable | Mapping[str, Callable] | None = None,
         tools: Sequence[Callable] = (),
         view: View | Mapping[str, View] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         token: str | bool | None = None,
         replies: Mapping[str, Callable] | None = None,
         engine: str | Sequence[str] | Servers | Mapping[str, Any] | None = None,
@@ -141,7 +141,7 @@ class Team(NearNames):
                 View that the team was trained with, if it was not the default: a function, or a dictionary that maps
                 agent names to functions if agents have their own views.
             processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-                Tokenizer of the first base to use instead of the one saved with the team.
+                Tokenizer or processor of the first base to use instead of the one saved with the team.
             token (`str` or `bool`, *optional*):
                 Hub token.
             replies (`dict[str, Callable]`, *optional*):
@@ -201,6 +201,7 @@ class Team(NearNames):
         greedy: bool = False,
         seed: int | None = None,
         sampling: Mapping[str, float] | None = None,
+        images: Sequence[Any] = (),
     ) -> str:
         """
         Return the team's answer to a question, sampled as in training. [`Team.run`] takes several questions and
@@ -215,13 +216,15 @@ class Team(NearNames):
                 Seed of sampling, as in [`Team.run`].
             sampling (`dict`, *optional*):
                 Sampling settings, as in [`Team.run`].
+            images (`Sequence[PIL.Image.Image]`, *optional*):
+                Images of the question, which are shown before it, or paths of local files.
 
         Raises:
             TypeError: `question` is not a text, a list of messages or a dataset row. For several questions, use
                 [`Team.run`].
             ValueError: `question` is empty.
         """
-        check_single_question(question, "team(question)")
+        question = self._single(question, images, "team(question)")
         (episode,) = self.run([question], greedy=greedy, seed=seed, sampling=sampling)
         return episode.answer.text if episode.answer is not None else ""
 
@@ -305,6 +308,7 @@ class Team(NearNames):
         greedy: bool = False,
         seed: int | None = None,
         sampling: Mapping[str, float] | None = None,
+        images: Sequence[Any] = (),
     ) -> Iterator[Event]:
         """
         Stream the events of an episode while the team answers.
@@ -321,11 +325,12 @@ class Team(NearNames):
         Args:
             question (`str`, `list[dict]` or `dict`): a text, a list of messages, or a dataset row with a `prompt`.
             greedy, seed, sampling: as in [`Team.arun`].
+            images (`Sequence[PIL.Image.Image]`, *optional*): images of the question, or paths of local files.
 
         Yields: [`TurnStarted`], [`TextDelta`] and [`TurnEnded`] of each turn, and an [`Answer`] at the end. Closing
         the iterator ends the episode.
         """
-        check_single_question(question, "team.stream(question)")
+        question = self._single(question, images, "team.stream(question)")
         streamed = self._make_question([question], 1, greedy, seed, sampling)
         return from_thread(lambda: self.live.stream(streamed))
 
@@ -336,9 +341,10 @@ class Team(NearNames):
         greedy: bool = False,
         seed: int | None = None,
         sampling: Mapping[str, float] | None = None,
+        images: Sequence[Any] = (),
     ) -> AsyncIterator[Event]:
         """Asynchronous version of [`Team.stream`]. Several streams may run at the same time."""
-        check_single_question(question, "team.astream(question)")
+        question = self._single(question, images, "team.astream(question)")
         return self.live.stream(self._make_question([question], 1, greedy, seed, sampling))
 
     @property
@@ -349,6 +355,14 @@ class Team(NearNames):
             generator = DeviceThread(generator, self._reserve_model, most) if generator.batches else generator
             self._live = LiveTeam(self._runner, generator)
         return self._live
+
+    def _single(self, question: Any, images: Sequence[Any], where: str) -> Any:
+        if images and not self._runner.sees_images:
+            raise ValueError(
+                f"`{where}` got images, but no agent of the team sees images: their models take text alone, or they "
+                "have `sees_images=False`. Leave `images` out."
+            )
+        return single_question(question, images, where)
 
     def _make_question(self, prompts, num_samples, greedy, seed, sampling) -> Question:
         rows, options = questions(prompts, num_samples, greedy, sampling)

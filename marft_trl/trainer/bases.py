@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..adapters.files import check_loadable
 from ..adapters.lora import add_adapters, find_origins, without_adapters
@@ -20,8 +22,13 @@ from ..adapters.manifest import FurtherBaseModel, check_model_name, describe_bas
 from ..adapters.policies import SHARED_POLICY, Policies
 from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
+from ..episodes.images import ImageError, read_prompt
+from ..seams.vision import ImageProcessor, as_tokenizer
 from ..system.hints import brief
 from . import setup
+
+
+_CHECKED_ROWS = 256  # of a data set, whose images are read before anything is generated
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +36,7 @@ class Base:
     """A base model with the adapters of its agents, and their tokenizer."""
 
     model: PreTrainedModel | PeftModel
-    tokenizer: PreTrainedTokenizerBase
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
     agents: tuple[AgentSpec, ...]
     origins: Mapping[str, str]  # where the weights of each adapter come from
 
@@ -41,6 +48,15 @@ class Base:
     def names(self) -> list[str]:
         return [agent.name for agent in self.agents]
 
+    @functools.cached_property
+    def images(self) -> ImageProcessor | None:
+        """What processes images, for a vision-language model."""
+        return ImageProcessor(self.processing_class) if isinstance(self.processing_class, ProcessorMixin) else None
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return as_tokenizer(self.processing_class)
+
     def describe(self, chat_template: str | None) -> FurtherBaseModel:
         """The base for the manifest. `chat_template` replaces the tokenizer's, where it is not `None`."""
         revision = (self.agents[0].model_init_kwargs or {}).get("revision")
@@ -50,7 +66,7 @@ class Base:
 
 
 def split_by_base(
-    agents: Sequence[AgentSpec], model: Any, processing_class: PreTrainedTokenizerBase | None
+    agents: Sequence[AgentSpec], model: Any, processing_class: PreTrainedTokenizerBase | ProcessorMixin | None
 ) -> list[list[AgentSpec]]:
     """
     Return the agents by base, those that act with the trainer's `model` first: agents that name the same model share
@@ -123,6 +139,22 @@ def check_settings(args: MARFTConfig, groups: Sequence[Sequence[AgentSpec]], sha
             raise ValueError(f"The team has several bases (`AgentSpec(model=...)` of {who}), but {reason}.")
 
 
+def load_all(
+    groups: Sequence[Sequence[AgentSpec]],
+    datasets: Mapping[str, Any],
+    model: Any,
+    args: MARFTConfig,
+    peft_config: PeftConfig | None,
+    sharding: ModuleType | None,
+    *others: Any,
+) -> list[Base]:
+    """Load the bases, and check what agents that see images need. `others` are further arguments of [`load`]."""
+    numbers = range(len(groups))
+    bases = [load(groups, number, model, args, peft_config, sharding, *others) for number in numbers]
+    check_images(bases, args, datasets, sharding is not None)
+    return bases
+
+
 def load(
     groups: Sequence[Sequence[AgentSpec]],
     number: int,
@@ -131,7 +163,7 @@ def load(
     peft_config: PeftConfig | None,
     sharding: ModuleType | None,
     quantization_config: Any,
-    processing_class: PreTrainedTokenizerBase | None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
 ) -> Base:
     """Load a base with the adapters of its agents. The trainer's `model`, number 0, has the trainer's settings."""
     agents, init_kwargs = groups[number], args.model_init_kwargs
@@ -139,7 +171,7 @@ def load(
         model, init_kwargs, processing_class = agents[0].model, agents[0].model_init_kwargs, agents[0].processing_class
         quantization_config = None
     base = setup.load_base(model, args, quantization_config, setup.stays_frozen(agents, peft_config), init_kwargs)
-    tokenizer = setup.load_tokenizer(processing_class, base, args, init_kwargs)
+    processing_class = setup.load_processing_class(processing_class, base, args, init_kwargs)
     origins = find_origins(base, agents)  # before new adapters hide which ones came with the model
     adapters = {agent.adapter for agent in agents if agent.has_policy}
     known = set(base.peft_config) if isinstance(base, PeftModel) else set()
@@ -166,7 +198,40 @@ def load(
             f"The base of agent {agents[0].name!r} is quantized, so it cannot be trained itself. Set "
             "`AgentSpec(peft_config=LoraConfig(...))`."
         )
-    return Base(base, tokenizer, tuple(agents), origins)
+    return Base(base, processing_class, tuple(agents), origins)
+
+
+def check_images(bases: Sequence[Base], args: MARFTConfig, datasets: Mapping[str, Any], is_sharded: bool) -> None:
+    """
+    Raise a `ValueError` for settings that do not support agents that see images, and for data sets with images that
+    cannot be read or that no agent sees.
+    """
+    sees_images = any(base.images is not None and any(agent.sees_images for agent in base.agents) for base in bases)
+    refused = {
+        "`use_vllm=True` does not send images to servers; leave it out": args.use_vllm,
+        "`critic_sees='history'` reads texts; set `critic_sees='observation'`": args.critic_sees == "history",
+        "FSDP2 has not been tried with images; start the run without it": is_sharded,
+    }
+    for reason, is_set in refused.items():
+        if sees_images and is_set:
+            raise ValueError(
+                f"Agents see images, but {reason}. To train on texts alone, set `AgentSpec(sees_images=False)`, or "
+                "pass the tokenizer as `processing_class`."
+            )
+    for name, dataset in datasets.items():
+        columns = [column for column in ("image", "images") if column in (dataset.column_names or ())]
+        if columns and not sees_images:
+            raise ValueError(
+                f"`{name}` has the column {columns[0]!r} with images, but no agent sees images: `model` is not a "
+                "vision-language model with its processor, or all agents have `sees_images=False`. Remove the column, "
+                "or rename it if reward functions need it."
+            )
+        if sees_images and isinstance(dataset, Dataset):
+            for number, row in enumerate(dataset.select(range(min(len(dataset), _CHECKED_ROWS)))):
+                try:
+                    read_prompt(row)
+                except ImageError as error:
+                    raise ValueError(f"Row {number} of `{name}`: {error}") from error
 
 
 def make_policies(bases: Sequence[Base], agents: Sequence[AgentSpec]) -> Policies:

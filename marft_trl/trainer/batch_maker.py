@@ -11,6 +11,8 @@ import torch
 
 from ..algorithms.rows import Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
+from ..episodes.images import images_of
+from ..episodes.records import Messages
 from ..learning.adapter_updates import Schedule
 from ..learning.advantages import Estimated, Estimator
 from ..learning.batching import (
@@ -168,6 +170,7 @@ class BatchMaker:
                         words=max(len(turn.text.split()), 1),
                         critic=self._critic.get_part(turn.agent) if self._critic is not None else None,
                         sampled_by=turn.sampled_by,
+                        images=images_of(turn.observation) if _has_parts(turn.observation) else (),
                         **({field: torch.tensor(turn.logps, dtype=torch.float32)} if has_logps else {}),
                     )
                 )
@@ -218,3 +221,7 @@ def advantages_by_turn(rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[
         advantages = [rows.pop(0).advantage if rows else None for rows in found]
         by_turn.append([item.tolist() if isinstance(item, torch.Tensor) else item for item in advantages])
     return by_turn
+
+
+def _has_parts(observation: str | Messages) -> bool:
+    return not isinstance(observation, str) and any(isinstance(item.get("content"), list) for item in observation)

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
 
 from ..adapters.manifest import TeamManifest
@@ -126,7 +126,7 @@ class MARFTTrainer(GRPOTrainer):
         args: MARFTConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
@@ -162,7 +162,7 @@ class MARFTTrainer(GRPOTrainer):
         bases.check_settings(args, groups, sharding)
         set_seed(args.seed)  # adapters start at random
         arguments = (model, args, peft_config, sharding, quantization_config, processing_class)
-        loaded = [bases.load(groups, number, *arguments) for number in range(len(groups))]
+        loaded = bases.load_all(groups, {"train_dataset": train_dataset, **setup.named_sets(eval_dataset)}, *arguments)
         self.policies = bases.make_policies(loaded, self.agents)
         # The critic makes adapters of its own, so it comes after the policies and before the optimizer
         level = make_level(args)
@@ -181,7 +181,7 @@ class MARFTTrainer(GRPOTrainer):
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=loaded[0].tokenizer,
+                processing_class=loaded[0].processing_class,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,

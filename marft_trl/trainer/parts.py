@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -129,10 +129,11 @@ class Parts:
         for model in models:
             check_fused_head(model, trainer.temperature)
         of_trl = trainer.ref_model, trainer.aux_loss_enabled
-        self.passes = ModelPass(trainer.model, policies.has_adapters, args, accelerator, *of_trl)
+        first = self._bases[0]
+        self.passes = ModelPass(trainer.model, policies.has_adapters, args, accelerator, *of_trl, images=first.images)
         self.pass_of = dict.fromkeys(self._bases[0].names, self.passes)
         for base in self._bases[1:]:
-            options = {"further_device": base.model.device}
+            options: dict[str, Any] = {"further_device": base.model.device, "images": base.images}
             passes = ModelPass(base.model, isinstance(base.model, PeftModel), args, accelerator, **options)
             self.pass_of |= dict.fromkeys(base.names, passes)
         warn_of_unused(args, any(passes.share for passes in self.pass_of.values()))
@@ -157,7 +158,8 @@ class Parts:
 
     def _collate(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         agent, multiple = rows[0].agent, self._trainer.pad_to_multiple_of
-        return collate(rows, self._pad_tokens[agent], multiple, self.pass_of[agent].device)
+        tensors = collate(rows, self._pad_tokens[agent], multiple, self.pass_of[agent].device)
+        return tensors | self.pass_of[agent].image_inputs(rows, tensors) if rows[0].images else tensors
 
     def _make_episodes(self) -> None:
         """How the team acts, with the random states and the objects of users' code."""
@@ -192,6 +194,7 @@ class Parts:
         settings = PromptSettings(
             tokenize=TrlPrompts(trainer).tokenize if is_first else None,
             chat_template=template,
+            images=base.images,
             chat_template_kwargs=trainer.chat_template_kwargs,
             view=self._code.view,
             aliases=team.aliases,
@@ -231,7 +234,7 @@ class Parts:
         if not self._engines:
             records, samplings = self._needs_old and is_exact, {n: self._team.samplings[n] for n in base.names}
             is_sharded = self.processes.is_base_sharded
-            return TransformersGenerator(calls, policies, samplings, passes.share, records, is_sharded)
+            return TransformersGenerator(calls, policies, samplings, passes.share, records, is_sharded, base.images)
         from ..extras.engines.setup import make_vllm_generator
 
         return make_vllm_generator(
@@ -276,8 +279,7 @@ class Parts:
             # The heads are no part of the base, so accelerate does not move them
             team.critic.heads.to(trainer.accelerator.device)
             self._scale = ValueScale(args.normalize_values, team.critic.parts, self.processes)
-            share = {name: passes.share for name, passes in self.pass_of.items()}
-            self.critic = CriticLearner(team, run, batcher, self.runner, self._scale, share)
+            self.critic = CriticLearner(team, run, batcher, self.runner, self._scale, self.pass_of)
             self._estimator: Estimator = CriticEstimator(team, run, credit, self._scale)
         else:
             make_state = BASELINES[args.advantage].state

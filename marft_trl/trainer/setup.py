@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
-from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
@@ -69,12 +69,12 @@ def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | Peft
     return MARFTConfig.of(args)
 
 
-def load_tokenizer(
-    processing_class: PreTrainedTokenizerBase | None,
+def load_processing_class(
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
     model: PreTrainedModel | PeftModel,
     args: MARFTConfig,
     init_kwargs: Mapping[str, Any] | None,
-) -> PreTrainedTokenizerBase:
+) -> PreTrainedTokenizerBase | ProcessorMixin:
     if processing_class is None:
         processing_class = AutoProcessor.from_pretrained(
             get_config_model_id(model.config),
@@ -88,13 +88,15 @@ def load_tokenizer(
                 f"`model={get_config_model_id(model.config)!r}` has no tokenizer, and the one that transformers makes "
                 "has no vocabulary. Pass `processing_class=AutoTokenizer.from_pretrained(...)`."
             )
-    if hasattr(processing_class, "tokenizer"):
-        raise ValueError(
-            "Vision-language models are not supported by MARFTTrainer: the processor "
-            f"{type(processing_class).__name__} is not a tokenizer. Use a text model."
+    if not isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
+        raise TypeError(
+            f"`processing_class` must be a tokenizer or a processor, got {type(processing_class).__name__}."
         )
-    if not isinstance(processing_class, PreTrainedTokenizerBase):
-        raise TypeError(f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}.")
+    if isinstance(processing_class, ProcessorMixin) and getattr(processing_class, "image_token", None) is None:
+        raise ValueError(
+            f"The processor {type(processing_class).__name__} is not that of a vision-language model: it has no "
+            "`image_token`. Pass its tokenizer as `processing_class` to train on texts."
+        )
     return processing_class
 
 

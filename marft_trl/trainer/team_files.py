@@ -85,7 +85,9 @@ class TeamFiles:
 
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
         for base, description in self._further.items():
-            save_base(base.model, base.tokenizer, folder, description, self._team.policies.get_adapters(base.model))
+            save_base(
+                base.model, base.processing_class, folder, description, self._team.policies.get_adapters(base.model)
+            )
         manifest = self.manifest()
         manifest.save(folder)
         if self._team.critic is not None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from ..episodes.images import is_image, is_parts
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Feedback, Seen, Turn, unknown_agent
 from ..system.hints import did_you_mean
@@ -35,7 +36,8 @@ class Environment(Protocol):
     environment with `step` has a method `close()`, it is called when an episode has ended, also at the horizon, and
     before reward functions are. An error in it is logged.
 
-    Feedback is a text for all agents, a mapping of texts by agent name that each sees alone, or `None`. A reward is a
+    Feedback is a text for all agents, a mapping of texts by agent name that each sees alone, or `None`. Instead of a
+    text, an image or a list of parts `{"type": "image", "image": ...}` and texts can be returned. A reward is a
     number for the team, or a mapping by agent name of rewards that are each agent's own, whether or not it acted.
     """
 
@@ -337,7 +339,7 @@ def _checked(outcome: Any, environment: Any, number: int) -> tuple[Any, Any, boo
     if not isinstance(outcome, (tuple, list)) or len(outcome) != 3:
         raise TypeError(f"{where} must return feedback, reward and done, got {outcome!r}.")
     feedback, reward, is_done = outcome
-    if feedback is not None and not isinstance(feedback, (str, Mapping)):
+    if not (feedback is None or isinstance(feedback, (str, Mapping)) or is_parts(feedback) or is_image(feedback)):
         raise TypeError(f"{where} must return a string, strings by agent name, or None as feedback, got {feedback!r}.")
     if reward is None or reward == {}:
         raise TypeError(f"{where} returned {reward!r} as reward. Return 0.0 for no reward.")

@@ -13,6 +13,7 @@ from .requests import (
     ROLES,
     ChatReply,
     ChatRequest,
+    ImageReader,
     RequestError,
     check_number_of_messages,
     check_object,
@@ -36,10 +37,11 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
         form = '[{"role": "user", "content": "..."}]'
         raise RequestError(f"`messages` must be a list of messages such as `{form}`.", field="messages")
     check_number_of_messages(items, "messages")
-    return with_names([_message(item, f"messages[{number}]") for number, item in enumerate(items)], "messages")
+    images = ImageReader()
+    return with_names([_message(item, f"messages[{number}]", images) for number, item in enumerate(items)], "messages")
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, images: ImageReader) -> dict[str, Any]:
     role = read_role(check_object(message, where), where, {**ROLES, "tool": "tool"})
     calls, content = message.get("tool_calls"), message.get("content")
     if calls and (role != "assistant" or not isinstance(calls, list)):
@@ -48,7 +50,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         )
     if content is None and role == "assistant":
         content = ""
-    text = read_content(content, f"{where}.content", ("text", "refusal"))
+    may_have = images if role in ("user", "tool") else None
+    text = read_content(content, f"{where}.content", ("text", "refusal"), may_have)
     shown: dict[str, Any] = {"role": role, "content": text}
     if calls:
         shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from ...episodes.images import digest_of
 from ...episodes.live import LiveEpisode
 from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
 from ...system.hints import checked_names
@@ -405,7 +406,7 @@ def _prefixes(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     digest = hashlib.sha256()
     found = [digest.digest()]
     for message in messages:
-        digest.update(json.dumps(message, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
+        digest.update(json.dumps(message, sort_keys=True, default=digest_of).encode("utf-8", "surrogatepass") + b"\n")
         found.append(digest.digest())
     return found
 

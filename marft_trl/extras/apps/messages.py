@@ -7,9 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...prompts.views import join_contents
 from .requests import (
     ChatReply,
     ChatRequest,
+    ImageReader,
     ReplyCall,
     RequestError,
     check_fields,
@@ -115,6 +117,7 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if fields.get("system"):
         found.append({"role": "system", "content": _read_texts(fields["system"], "system")})
     functions: dict[str, str] = {}  # names by the ids of calls
+    images = ImageReader()
     for number, item in enumerate(items):
         where = f"messages[{number}]"
         role = check_object(item, where).get("role")
@@ -122,7 +125,7 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         if role == "assistant":
             found.append(_assistant_message(blocks, f"{where}.content", functions))
         elif role in ("user", "system"):
-            found += _other_messages(role, blocks, f"{where}.content", functions)
+            found += _other_messages(role, blocks, f"{where}.content", functions, images)
         else:
             raise RequestError(
                 f"`{where}.role` must be 'user' or 'assistant', got {str(role)[:80]!r}.", field=f"{where}.role"
@@ -143,10 +146,19 @@ def _read_blocks(content: Any, where: str) -> list[dict[str, Any]]:
     return [check_object(block, f"{where}[{number}]") for number, block in enumerate(content)]
 
 
-def _read_texts(content: Any, where: str) -> str:
-    """Return the text of a content that may only have text blocks."""
+def _read_texts(content: Any, where: str, images: ImageReader | None = None) -> Any:
+    """Return a content that has text blocks, and blocks with images if there are `images`."""
     blocks = _read_blocks("" if content is None else content, where)
-    return "\n\n".join(_read_text(block, f"{where}[{number}]") for number, block in enumerate(blocks))
+    return join_contents(*(_read_block(block, f"{where}[{number}]", images) for number, block in enumerate(blocks)))
+
+
+def _read_block(block: Mapping[str, Any], where: str, images: ImageReader | None) -> Any:
+    if block.get("type") != "image" or images is None:
+        return _read_text(block, where)
+    source = check_object(block.get("source"), f"{where}.source")
+    if source.get("type") != "base64":
+        raise RequestError(f"`{where}.source` must be of type 'base64': remote images are never fetched.", field=where)
+    return [images.read(source.get("data"), f"{where}.source.data")]
 
 
 def _read_text(block: Mapping[str, Any], where: str) -> str:
@@ -179,14 +191,14 @@ def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str, function
 
 
 def _other_messages(
-    role: str, blocks: Sequence[Mapping[str, Any]], where: str, functions: Mapping[str, str]
+    role: str, blocks: Sequence[Mapping[str, Any]], where: str, functions: Mapping[str, str], images: ImageReader
 ) -> list[dict[str, Any]]:
-    """Return the texts of a message, and results of calls as separate messages."""
+    """Return the texts and images of a message, and results of calls as separate messages."""
     found: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         if block.get("type") != "tool_result":
-            found.append({"role": role, "content": _read_text(block, place)})
+            found.append({"role": role, "content": _read_block(block, place, images if role == "user" else None)})
             continue
         call = block.get("tool_use_id")
         if not isinstance(call, str) or call not in functions:
@@ -194,7 +206,7 @@ def _other_messages(
                 f"`{place}` is the result of the call {json.dumps(call)[:80]}, which no earlier message makes.",
                 field=f"{place}.tool_use_id",
             )
-        result = _read_texts(block.get("content"), f"{place}.content")
+        result = _read_texts(block.get("content"), f"{place}.content", images)
         found.append({"role": "tool", "content": result, "tool_call_id": call, "name": functions[call]})
     return found
 
@@ -208,7 +220,7 @@ def _merge_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         last = found[-1] if found and found[-1]["role"] == message["role"] else {}
         if last and message["role"] == "user":
-            message = {"role": "user", "content": f"{found.pop()['content']}\n\n{message['content']}"}
+            message = {"role": "user", "content": join_contents(found.pop()["content"], message["content"])}
         elif last and message["role"] == "assistant" and not message["content"] and "tool_calls" not in last:
             message = {**message, "content": found.pop()["content"]}
         found.append(message)

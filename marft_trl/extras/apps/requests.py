@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from ...episodes.images import MAX_PIXELS, ImageError, decode_image
 from ...episodes.records import EndOfEpisode, PromptError, Turn, TurnLimitError
 from ...episodes.tools import MALFORMED
+from ...prompts.views import join_contents
 from ...system.hints import did_you_mean
 from ...system.redaction import for_log, printable
 
@@ -90,7 +92,7 @@ def to_request_error(error: BaseException) -> RequestError:
     while cause is not None:
         if isinstance(cause, RequestError):
             return cause
-        if isinstance(cause, (PromptError, EndOfEpisode)):
+        if isinstance(cause, (PromptError, EndOfEpisode, ImageError)):
             code = "context_length_exceeded" if cause.is_too_long else None
             return RequestError(for_log(str(cause)), field="messages", code=code)
         if isinstance(cause, (TemplateError, TurnLimitError)):
@@ -229,13 +231,46 @@ def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Read the text of a message's content: a string, or a list of parts of these kinds."""
+class ImageReader:
+    """Reads the images of a request, which have so many pixels together."""
+
+    def __init__(self, most: int = 2 * MAX_PIXELS):
+        self._left = most
+
+    def read(self, data: Any, where: str) -> dict[str, Any]:
+        """The part of a message for an image in base64. Raises a [`RequestError`] for anything else."""
+        try:
+            image = decode_image(str(data), min(MAX_PIXELS, self._left))
+        except ImageError as error:
+            raise RequestError(f"`{where}`: {error}", field=where, code="invalid_image") from error
+        self._left -= image.width * image.height
+        return {"type": "image", "image": image}
+
+
+def _read_image_part(part: Any, where: str, images: ImageReader) -> dict[str, Any] | None:
+    """A part of OpenAI's APIs with an image, or `None`."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("image_url", "input_image"):
+        return None
+    url = part.get("image_url")
+    return images.read(url.get("url") if isinstance(url, dict) else url, where)
+
+
+def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",), images: ImageReader | None = None) -> Any:
+    """
+    Read a message's content: a string, or a list of parts of these kinds. Returns the text, or a list of texts and
+    images if there are `images`.
+    """
+    if isinstance(content, list) and images is not None:
+        pictures = [_read_image_part(part, f"{where}[{number}]", images) for number, part in enumerate(content)]
+        if any(pictures):
+            pairs = zip(content, pictures, strict=True)
+            return [picture or {"type": "text", "text": read_content([part], where, kinds)} for part, picture in pairs]
     if isinstance(content, list):
         parts = [item.get("text") for item in content if isinstance(item, dict) and item.get("type") in kinds]
         texts = [text for text in parts if isinstance(text, str)]
         if len(texts) < len(content):
-            raise RequestError(f"`{where}` may only have parts of type 'text'.", field=where)
+            raise RequestError(f"`{where}` may only have parts of type 'text', or images of users.", field=where)
         content = "".join(texts)
     if not isinstance(content, str):
         raise RequestError(f"`{where}` must be a string.", field=where)
@@ -305,8 +340,8 @@ def with_format(messages: Sequence[dict[str, Any]], schema: Mapping[str, Any] | 
     shown = list(messages)
     place = next((i for i, message in enumerate(shown) if message["role"] in ("system", "user")), None)
     if schema is not None and place is not None:
-        text = f"{shown[place]['content']}\n\nAnswer with JSON that fits this schema: {json.dumps(schema)}"
-        shown[place] = {**shown[place], "content": text}
+        text = f"Answer with JSON that fits this schema: {json.dumps(schema)}"
+        shown[place] = {**shown[place], "content": join_contents(shown[place]["content"], text)}
     return shown
 
 

@@ -16,6 +16,7 @@ from .requests import (
     ROLES,
     ChatReply,
     ChatRequest,
+    ImageReader,
     RequestError,
     check_number_of_messages,
     check_object,
@@ -113,13 +114,16 @@ def _items(body: Mapping[str, Any], stored: ResponseStore) -> list[dict[str, Any
 def _messages(body: Mapping[str, Any], items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     check_number_of_messages(items, "input")
     messages: list[dict[str, Any]] = []
+    images = ImageReader()
     if body.get("instructions") is not None:
         messages.append({"role": "system", "content": read_content(body["instructions"], "instructions")})
     for number, item in enumerate(items):
         where = f"input[{number}]"
         kind = item.get("type", "message")
         if kind == "message":
-            role, text = read_role(item, where, ROLES), read_content(item.get("content"), f"{where}.content", _TEXTS)
+            role = read_role(item, where, ROLES)
+            may_have = images if role == "user" else None
+            text = read_content(item.get("content"), f"{where}.content", _TEXTS, may_have)
             messages.append({"role": role, "content": text})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
@@ -129,7 +133,7 @@ def _messages(body: Mapping[str, Any], items: Sequence[dict[str, Any]]) -> list[
             call = read_call(item.get("call_id"), name, item.get("arguments"), where)
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = read_content(item.get("output"), f"{where}.output", _TEXTS)
+            output = read_content(item.get("output"), f"{where}.output", _TEXTS, images)
             messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
         elif kind != "reasoning":  # of other models
             raise RequestError(f"`{where}.type` {str(kind)[:80]!r} is not supported.", field=f"{where}.type")

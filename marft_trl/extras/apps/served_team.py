@@ -476,7 +476,8 @@ def _check_question(chat_request: ChatRequest) -> None:
             why = "Tool calls in messages are" if name == "messages" else f"`{name}` is"
             text = f"{why} not supported: a team uses the tools and stop strings that it was trained with."
             raise RequestError(text, 400, name, _UNSUPPORTED)
-    if any(message["role"] == "user" and not message["content"].strip() for message in chat_request.messages):
+    contents = [message["content"] for message in chat_request.messages if message["role"] == "user"]
+    if any(isinstance(content, str) and not content.strip() for content in contents):
         raise RequestError("A user message is empty.", field="messages")
 
 

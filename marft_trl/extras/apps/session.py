@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...episodes.images import digest_of
 from ...episodes.records import Turn
 from .requests import ChatReply, ChatRequest, RequestError, with_format
 from .responses import ResponseStore
@@ -137,7 +138,7 @@ class Waiting:
         """Sort key of requests that arrive together, so that their order does not depend on which came first."""
         request = self.chat_request
         shown = [request.model, request.messages, request.tools, request.stop, request.schema]
-        return json.dumps(shown, sort_keys=True)
+        return json.dumps(shown, sort_keys=True, default=digest_of)
 
     def settle(self, result: tuple[ChatReply, Turn] | BaseException) -> None:
         """Answer the request once, from the event loop of the episode."""

@@ -16,7 +16,7 @@ import platform
 import re
 import sys
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ def chat_options(parser: Parser) -> None:
     parser.add_argument("--greedy", action="store_true", help="use greedy decoding")
     parser.add_argument("--seed", type=int, help="sampling seed of the first question")
     parser.add_argument("--question", help="ask this question and exit")
+    parser.add_argument("--image", action="append", default=[], help="image file of each question; can be repeated")
 
 
 def run_chat(args: argparse.Namespace) -> Callable[[], int]:
@@ -101,7 +102,7 @@ def run_chat(args: argparse.Namespace) -> Callable[[], int]:
         greedy, seed = args.greedy, args.seed
         with team:
             if args.question is not None:
-                return _ask(team, args.question, greedy, seed)
+                return _ask(team, args.question, greedy, seed, args.image)
             print(f"{team!r}. Each question starts a new conversation. {_HELP}")
             with contextlib.suppress(EOFError):
                 while (question := input("\n> " if sys.stdin.isatty() else "").strip()) not in ("/quit", "/exit"):
@@ -110,19 +111,19 @@ def run_chat(args: argparse.Namespace) -> Callable[[], int]:
                     elif question.startswith("/"):
                         print(_HELP)
                     elif question:
-                        _ask(team, question, greedy, seed)
+                        _ask(team, question, greedy, seed, args.image)
                         seed = None if seed is None else seed + 1
         return 0
 
     return chat
 
 
-def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
+def _ask(team: Team, question: str, greedy: bool, seed: int | None, images: Sequence[str]) -> int:
     """Print turns one at a time, as they arrive, and the answer if it was not the last turn."""
     texts: dict[int, str] = {}  # what is not yet printed, by turn, until the turn is complete
     ended: set[int] = set()
     try:
-        for event in team.stream(question, greedy=greedy, seed=seed):
+        for event in team.stream(question, greedy=greedy, seed=seed, images=images):
             if isinstance(event, TurnStarted):
                 texts[event.turn] = f"{event.agent}: "
             elif isinstance(event, TextDelta):
