@@ -38,6 +38,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    TrainerCallback,
 )
 from transformers.utils import logging
 
@@ -77,12 +78,16 @@ def make_rows(count, seed):
             continue
         prompt = f"{draw.choice(NAMES)} has {more} more of them. How many are there?"
         picture = draw_picture(shown, color, draw)
-        rows.append({"prompt": prompt, "image": picture, "solution": f"{more + shown} {color}", "seen": f"{shown} {color}"})
+        rows.append(
+            {"prompt": prompt, "image": picture, "solution": f"{more + shown} {color}", "seen": f"{shown} {color}"}
+        )
     return rows
 
 
 def make_dataset(count, seed):
-    return Dataset.from_list([{name: row[name] for name in ("prompt", "image", "solution")} for row in make_rows(count, seed)])
+    return Dataset.from_list(
+        [{name: row[name] for name in ("prompt", "image", "solution")} for row in make_rows(count, seed)]
+    )
 
 
 def with_slip(text, draw):
@@ -127,7 +132,10 @@ def demonstrations(processor, draw):
         requests, texts = [], []
         for index, row in enumerate(make_rows(64, seed=2 * draw.randrange(10**9))):
             episode = Episode(read_prompt(row), row, index)
-            requests += [Request(episode, "looker"), Request(episode, "solver", (Turn("looker", row["seen"], index=0),))]
+            requests += [
+                Request(episode, "looker"),
+                Request(episode, "solver", (Turn("looker", row["seen"], index=0),)),
+            ]
             texts += [with_slip(row["seen"], draw), with_slip(row["solution"], draw)]
         for observation, text in zip(builder.build(requests), texts, strict=True):
             written = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -159,3 +167,97 @@ def teach(model, processor, steps, seed, batch_size=32, learning_rate=2e-3):
         if step % max(steps // 10, 1) == 0:
             print(f"  teaching: step {step} of {steps}, loss {loss.item():.3f}", flush=True)
     model.eval()
+
+
+def taught_model(folder, steps):
+    """The folder of the tiny model, which is made and taught once."""
+    if not (folder / "config.json").exists():
+        print("Making and teaching a tiny vision-language model (once, about two minutes) ...", flush=True)
+        torch.manual_seed(0)
+        model, processor = tiny_vlm()
+        teach(model, processor, steps, seed=0)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    return str(folder)
+
+
+def silenced(agent, prompt, seen):
+    """View in which the messages of teammates are empty."""
+    return team_view(agent, prompt, [dataclasses.replace(turn, raw_text="") for turn in seen])
+
+
+class Progress(TrainerCallback):
+    """Prints the share of right answers in training."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "reward" in logs:
+            print(f"  training: step {state.global_step} of {state.max_steps}, right {logs['reward']:.0%}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a vision-language model with a chat template (default: a tiny one)")
+    parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--teaching_steps", type=int, default=700)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path("look-and-solve-output"))
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    teaching_steps, max_steps, held_out = (
+        (10, 2, 16) if options.quick else (options.teaching_steps, options.max_steps, 400)
+    )
+    start = time.process_time()
+    model = options.model or taught_model(options.output_dir / f"base-{teaching_steps}", teaching_steps)
+    print(f"teaching: {time.process_time() - start:.0f} s")
+    trainer = MARFTTrainer(
+        model=model,
+        agents=AGENTS,
+        reward_funcs=exact_answer,
+        args=MARFTConfig(
+            str(options.output_dir),
+            per_device_train_batch_size=64,  # 8 questions with 8 episodes each
+            num_generations=8,
+            num_generations_eval=1,
+            per_device_eval_batch_size=200,
+            max_steps=max_steps,
+            learning_rate=1e-4 if options.model else 1.5e-3,
+            logging_steps=min(5, max_steps),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=options.seed,
+        ),
+        train_dataset=make_dataset(8 * max_steps, seed=0),
+        eval_dataset=make_dataset(held_out, seed=1),
+        eval_metrics=team_exact_match(),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        callbacks=[Progress()],
+    )
+    print(trainer.plan().partition("\n\nWorkflow")[0], flush=True)
+    before = trainer.evaluate()["eval_exact_match"]
+    print(f"right answers before training: {before:.1%}", flush=True)
+    start = time.process_time()
+    trainer.train()
+    print(f"training: {time.process_time() - start:.0f} s")
+    after = trainer.evaluate()["eval_exact_match"]
+    trainer.view = silenced
+    without_looker = trainer.evaluate(metric_key_prefix="eval_silenced")["eval_silenced_exact_match"]
+    trainer.view = team_view
+    trainer.save_model()
+    print(f"\n{held_out} held-out questions, right answers of the team")
+    print(f"  before training        {before:6.1%}\n  after training         {after:6.1%}")
+    print(f"  with a silenced looker {without_looker:6.1%}\n")
+
+    team = Team.from_pretrained(options.output_dir, model=model)
+    picture, question = (
+        draw_picture(3, "blue", random.Random(options.seed)),
+        "Eve has 2 more of them. How many are there?",
+    )
+    print(f"A new picture with 3 blue squares. {question}")
+    print(f"the saved team answers: {team(question, images=[picture], greedy=True)}")
+
+
+if __name__ == "__main__":
+    main()

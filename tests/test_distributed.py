@@ -35,7 +35,7 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280, env
     ("kind", "loss_type"),
     [
         ("bases", "dapo"),  # as `ppo`, the second agent with its own model
-        pytest.param("ppo", "dapo", marks=pytest.mark.slow),
+        *(pytest.param(kind, "dapo", marks=pytest.mark.slow) for kind in ("ppo", "images")),
         *(pytest.param("uneven", name, marks=pytest.mark.slow) for name in ("dapo", "grpo", "bnpo")),
         *(pytest.param(kind, "grpo", marks=pytest.mark.slow) for kind in ("full", "sequential", "candidates")),
         *(pytest.param(kind, "dapo", marks=pytest.mark.slow) for kind in KINDS),

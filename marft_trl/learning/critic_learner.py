@@ -15,7 +15,6 @@ from ..algorithms import functional
 from ..algorithms.critics import Critic
 from ..algorithms.rows import MicroBatch, Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
-from ..episodes.images import images_of
 from ..episodes.records import Episode, Feedback, Request, Seen, Turn
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
@@ -187,7 +186,7 @@ class CriticLearner:
                 completion_ids=torch.zeros(0, dtype=torch.long),
                 critic=self._critic.get_part(horizon.agent),
                 number=first_number + position,
-                images=images_of(observation.content),
+                images=tuple(observation.images),
             )
             for position, ((index, horizon), observation) in enumerate(zip(cut, observations, strict=True))
         }

@@ -57,18 +57,13 @@ class Observation:
     dropped: int = 0  # number of turns and feedback left out to fit the model's window
     problem: str | None = None  # why the observation is not valid, which ends the episode
     is_too_long: bool = False  # for the model's window
+    images: Sequence[Any] = ()  # in the order of their places in `ids`
     is_truncated: bool = False  # whether `ids` has only the first tokens, because the observation is far too long
     # Set by the runner
     agent: str = ""
     key: tuple = ()  # place of the turn in the run, for any number of processes; seeds are made from it
     by_reference: bool = False  # sample from the agent's reference
     live: Any = None  # the `LiveTurn` that follows the turn; of the turns of a call, all are followed or none is
-
-    @property
-    def images(self) -> tuple[Any, ...]:
-        """Images of the content, in the order of their places in `ids`."""
-        has_parts = not isinstance(self.content, str) and any(isinstance(m.get("content"), list) for m in self.content)
-        return images_of(self.content) if has_parts else ()
 
     @property
     def size(self) -> str:
@@ -187,7 +182,8 @@ class PromptBuilder:
                 own = self._continue_turn(request, request.after)
             else:
                 own = ids[index] if index in ids else self._join(content, request.functions)
-            built[index] = self._fit(request, Observation(content, own, list(request.seen)))
+            images = self._images_of(content)
+            built[index] = self._fit(request, Observation(content, own, list(request.seen), images=images))
         return [built[index] for index in range(len(restricted))]
 
     def _build_from_messages(self, request: Request) -> Observation:
@@ -212,7 +208,8 @@ class PromptBuilder:
             if self._folds_system:
                 folded = fold_system_message(shown)
                 shown, turns = folded, turns[len(shown) - len(folded) :]
-            observation.content, observation.ids = shown, self._encode_messages(shown, turns, request.functions)
+            observation.content, observation.images = shown, self._images_of(shown)
+            observation.ids = self._encode_messages(shown, turns, request.functions)
             self._schemas = {} if len(self._schemas) >= _MAX_CACHED_PROMPTS else self._schemas
             self._schemas[hash(tuple(observation.ids))] = repr(list(request.functions))
         except (MemoryError, TimeoutError):
@@ -391,7 +388,8 @@ class PromptBuilder:
                 seen.pop(0)
             rest = replace(request, seen=tuple(seen), after=None)
             content = self._observe(rest)
-            shown = Observation(content, self._join(content, request.functions), list(rest.seen))
+            ids, images = self._join(content, request.functions), self._images_of(content)
+            shown = Observation(content, ids, list(rest.seen), images=images)
             shown.dropped = observation.dropped + len(observation.seen) - len(rest.seen)
             return shown
 
@@ -509,7 +507,7 @@ class PromptBuilder:
         adds = self.template.images is not None and not (bos and pieces[0].startswith(bos))
         return list(self.tokenizer("")["input_ids"]) if adds else []
 
-    def _images_of(self, messages: Messages) -> list[Any]:
+    def _images_of(self, messages: str | Messages) -> list[Any]:
         return list(images_of(messages)) if self.template.images is not None else []
 
     def _encode_pieces(

@@ -196,7 +196,7 @@ def _fixed(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool)) else None
 
 
-def _as_text(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return digest_of(value) if is_image(value) else str(value)
 
 
@@ -209,7 +209,7 @@ def dataset_hash(dataset: Any) -> dict[str, Any]:
     digest = hashlib.sha256()
     rows = dataset.with_format(None)
     for index in range(0, count, step):
-        digest.update(json.dumps(rows[index], sort_keys=True, default=_as_text).encode())
+        digest.update(json.dumps(rows[index], sort_keys=True, default=_as_json).encode())
     return {"rows": count, "columns": sorted(dataset.column_names), "content": digest.hexdigest()[:16]}
 
 

@@ -16,6 +16,7 @@ from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Orchestrated
 from tests import shard_on_cpu  # before anything asks accelerate for its state
 from tests.helpers import add, logged_steps, lora, team_trainer, varied_reward
+from tests.vision_families import FAMILIES, picture
 
 import aiohttp
 import torch
@@ -94,7 +95,7 @@ LEARNING = {
 
 
 WORKFLOWS = {
-    **{"chain": None, "full": None, "tools": None, "dynamic": None},
+    **dict.fromkeys(("chain", "full", "tools", "dynamic", "images")),
     "opponents": Sequential(["reasoner", "rival", "judge", "actor"]),
     "application": ExternalApp(application, together=0.6),
     "orchestrated": Orchestrated("reasoner", ["actor"], max_turns=5, fallback="actor", penalty=-0.5),
@@ -109,6 +110,10 @@ def sometimes(prompts, completions, **kwargs):
 
 async def judge(messages):
     return hashlib.sha256(repr(messages).encode()).hexdigest()[:6]
+
+
+def with_picture(row, index):
+    return {**row, "image": picture(index, (56, 56 + 28 * (index % 2)))}
 
 
 def count(answers, prompt, **columns):
@@ -130,14 +135,21 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     if kind == "tools":
         agents[0] = AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=128, tools=[add])
         tokenizer.chat_template = qwen3_chat_template
+    model, evaluated, data = model_folder, tiny_dataset(9, seed=1), {}
+    if kind == "images":
+        model, tokenizer = FAMILIES["qwen2_5_vl"]()
+        agents = [agents[0], dataclasses.replace(agents[1], sees_images=False)]
+        evaluated = evaluated.map(with_picture, with_indices=True)
+        data = {"train_dataset": tiny_dataset(64).map(with_picture, with_indices=True)}
     trainer = team_trainer(
-        model_folder,
+        model,
         output + "-run",
         agents=agents,
         workflow=WORKFLOWS.get(kind, ByPrompt()),
+        **data,
         processing_class=tokenizer,
         reward_funcs=sometimes if kind == "dynamic" else varied_reward,
-        eval_dataset=tiny_dataset(9, seed=1),
+        eval_dataset=evaluated,
         eval_metrics=count,
         peft_config=None if kind == "full" else lora(),
         settings={
