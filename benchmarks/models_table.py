@@ -10,6 +10,8 @@ Nothing is downloaded.
 """
 
 import contextlib
+import functools
+import importlib.util
 import logging
 import re
 import sys
@@ -25,6 +27,7 @@ from marft_trl.prompts.tool_calls import prepare_tools
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Sequential
 
+from datasets import Dataset
 from peft import LoraConfig
 
 
@@ -33,6 +36,8 @@ from tests.families import FAMILIES as ARCHITECTURES
 from tests.families import MIXTURES, OTHERS, family_base
 from tests.helpers import varied_reward
 from tests.tokenizers_and_templates import FAMILIES, PLAIN_MARKS, tokenizer_of
+from tests.vision_families import FAMILIES as FAMILIES_WITH_IMAGES
+from tests.vision_families import NEEDS_TORCHVISION, picture
 
 
 TEMPLATES = {
@@ -91,27 +96,31 @@ def trainer_of(model, tokenizer, folder, **arguments):
     sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1}  # else the defaults
     args = MARFTConfig(folder, **sizes, save_strategy="no", report_to=[], disable_tqdm=True)
     defaults = {"args": args, "train_dataset": tiny_dataset(64), "reward_funcs": varied_reward}
-    return MARFTTrainer(model, agents=tiny_agents(), processing_class=tokenizer, **defaults, **arguments)
+    return MARFTTrainer(model, agents=tiny_agents(), processing_class=tokenizer, **{**defaults, **arguments})
 
 
-def try_family(family, folder):
+def make_text_family(family):
+    tokenizer = tiny_tokenizer()
+    return family_base(family, len(tokenizer)), tokenizer
+
+
+def try_family(make, folder, **arguments):
     """Train a team of a family: does it learn, can it be saved and reused, and do its rows share prefixes?"""
-    tokenizer, cells, handler = tiny_tokenizer(), {"learns": "", "used": "", "shares": "yes"}, logging.StreamHandler()
+    cells, handler = {"learns": "", "used": "", "shares": "yes"}, logging.StreamHandler()
     handler.emit = lambda record: cells.update(shares=_reason(record.getMessage()) or cells["shares"])
     logging.getLogger("marft_trl.learning.log_probs").addHandler(handler)
     stage = "learns"
     try:
-        trainer = trainer_of(
-            family_base(family, len(tokenizer)), tokenizer, folder, peft_config=LoraConfig(target_modules="all-linear")
-        )
+        trainer = trainer_of(*make(), folder, peft_config=LoraConfig(target_modules="all-linear"), **arguments)
         trainer.train()
         ends = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
         assert any(p.any() for p in ends) and all(p.isfinite().all() for p in ends), "gradients are not finite"
         cells["learns"], stage = "yes", "used"
         trainer.save_model(folder)
-        Team.from_pretrained(folder, model=family_base(family, len(tokenizer))).run(["How many?"])
-        loaded = load_adapters(family_base(family, len(tokenizer)), folder)
-        trainer_of(loaded, tokenizer, folder).train()
+        row = arguments["train_dataset"][0] if arguments else "How many?"
+        model, processing_class = make()
+        Team.from_pretrained(folder, model=make()[0]).run([row])
+        trainer_of(load_adapters(model, folder), processing_class, folder, **arguments).train()
         cells["used"] = "yes"
     except Exception as error:
         cells[stage] = f"no: {type(error).__name__}: {str(error).splitlines()[0]}"
@@ -143,7 +152,16 @@ def main():
     print("|---|---|---|---|")
     for family in {**ARCHITECTURES, **MIXTURES, **OTHERS}:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            cells = try_family(family, folder)
+            cells = try_family(functools.partial(make_text_family, family), folder)
+        print(f"| `{family}` | {' | '.join(cells)} |", flush=True)
+    print("\n| vision-language `model_type` | learns | saved, loaded, asked, trained on | shared prefixes |")
+    print("|---|---|---|---|")
+    prompt = [{"role": "user", "content": "What color is it?"}]
+    rows = Dataset.from_list([{"prompt": prompt, "image": picture(seed)} for seed in range(8)])
+    others = NEEDS_TORCHVISION if importlib.util.find_spec("torchvision") else {}
+    for family, make in {**FAMILIES_WITH_IMAGES, **others}.items():
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+            cells = try_family(make, folder, train_dataset=rows)
         print(f"| `{family}` | {' | '.join(cells)} |", flush=True)
 
 
