@@ -4,6 +4,7 @@
 import asyncio
 import base64
 import io
+import itertools
 import json
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 from datasets import Dataset
 from PIL import Image
+from transformers import BitsAndBytesConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 
@@ -34,6 +36,10 @@ families = pytest.mark.parametrize(
     "family", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 QUESTION = "What color is it?"
+PAIRS = [
+    {"prompt": [{"role": "user", "content": QUESTION}], "images": [picture(seed) for seed in range(first, first + 2)]}
+    for first in range(8)
+]
 
 
 def rows(count=8, **columns):
@@ -66,10 +72,23 @@ def evaluated(trainer, inputs):
     return rollout, slice_.rows
 
 
-@families
-def test_one_agent_equals_grpo(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "settings", "data"),
+    [
+        *(
+            pytest.param(*case, marks=() if case[0] in FAST else pytest.mark.slow)
+            for case in zip(FAMILIES, itertools.repeat({}), itertools.repeat(None))
+        ),
+        pytest.param("qwen2_5_vl", {"pad_to_multiple_of": 7}, PAIRS, marks=pytest.mark.slow),
+        pytest.param("idefics3", {"steps_per_generation": 2}, PAIRS, marks=pytest.mark.slow),
+        pytest.param(
+            "internvl", {"loss_type": "grpo", "gradient_checkpointing": False}, PAIRS, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_one_agent_equals_grpo(family, settings, data, tmp_path):
     """Weights, also of the vision tower, and logs: bit for bit, with old log-probabilities."""
-    settings = {**SETTINGS, "num_iterations": 2, "max_steps": 3, "learning_rate": 1e-2}
+    settings = {**SETTINGS, "num_iterations": 2, "max_steps": 3, "learning_rate": 1e-2, **settings}
     runs = []
     for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (MARFTTrainer, MARFTConfig)):
         model, processor = FAMILIES[family]()
@@ -77,7 +96,7 @@ def test_one_agent_equals_grpo(family, tmp_path):
         team = trainer_class is MARFTTrainer
         arguments = {"agents": [AgentSpec("solo")]} if team else {}
         args = config_class(str(tmp_path), **settings, **({"share_prefixes": False} if team else {}))
-        arguments |= {"reward_funcs": varied_reward, "train_dataset": Dataset.from_list(rows())}
+        arguments |= {"reward_funcs": varied_reward, "train_dataset": Dataset.from_list(data or rows())}
         trainer = trainer_class(model, args=args, processing_class=processor, **arguments)
         trainer.train()
         logs = [{name: log[name] for name in ("loss", "grad_norm", "entropy")} for log in logged_steps(trainer)]
@@ -166,6 +185,31 @@ def test_a_looker_and_a_blind_solver_train(family, tmp_path):
 def test_settings_train_on_images(settings, family, tmp_path):
     trainer = trainer_of(family, tmp_path, [LOOKER, SOLVER], {"max_steps": 3, **settings})
     assert {"looker", "solver"} <= moved_agents(trainer)
+
+
+@pytest.mark.slow
+def test_a_4_bit_base_sees(tmp_path):
+    """Loaded by name with its processor."""
+    for part in FAMILIES["qwen2_5_vl"]():
+        part.save_pretrained(tmp_path / "base")
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "visual"])
+    trainer = MARFTTrainer(
+        str(tmp_path / "base"),
+        agents=[LOOKER, SOLVER],
+        args=MARFTConfig(str(tmp_path), **{**SETTINGS, "learning_rate": 1e-2}),
+        train_dataset=Dataset.from_list(rows()),
+        reward_funcs=varied_reward,
+        peft_config=lora(),
+        quantization_config=config,
+    )
+    assert trainer.model.get_base_model().is_quantized and moved_agents(trainer) == {"looker", "solver"}
+    rollout, filled = evaluated(trainer, rows(4))
+    turns = [turn for episode in rollout.episodes for turn in episode.turns]
+    found = trainer.parts.log_probs.compute_log_probs(filled)
+    for row, turn, logps in zip(filled, turns, found, strict=True):
+        if row.images:
+            expected = by_hand(trainer, trainer.processing_class, row, turn.observation)
+            torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAST)
