@@ -60,8 +60,7 @@ def as_tools(tools: object, whose: str) -> tuple[Callable, ...]:
     """Return functions as a tuple. Raise a `TypeError` for anything else, and a `ValueError` for equal names."""
     functions = _as_functions(tools, f"`tools` of {whose}")
     names = [tool_name(function) for function in functions]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"`tools` of {whose} has several functions named {twice[0]!r}; names must be unique.")
     return functions
 
@@ -173,8 +172,7 @@ class AgentSpec:
         for name in ("adapter", "peft_config", "learning_rate", "tools", "reward_funcs", "stop", "model"):
             if getattr(self, name) not in (None, ()):
                 raise ValueError(
-                    f"Agent {self.name!r} takes its turns from `reply`, so `{name}` would have no effect. Leave it "
-                    "out."
+                    f"Agent {self.name!r} takes its turns from `reply`, so `{name}` would have no effect. Remove it."
                 )
 
     def _check_model(self) -> None:

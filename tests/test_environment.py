@@ -173,7 +173,10 @@ def returning(outcome):
         (("x", 1.0), r"must return feedback, reward and done"),
         (("x", 1.0, "False"), r"must return True or False as the third value \(done\), got 'False'"),
         (("x", 1.0, None), r"as the third value \(done\), got None"),
-        ((3, 1.0, True), r"must return a string, strings by agent name, or None as feedback, got 3"),
+        (
+            (3, 1.0, True),
+            r"must return a string, an image, parts, a mapping of them by agent name, or None as feedback, got 3",
+        ),
         (("x", None, True), r"returned None as reward"),
         (("x", {}, True), r"returned {} as reward"),
         (("x", float("nan"), True), r"The reward for the turn of 'a' must be finite, got nan"),

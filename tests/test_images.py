@@ -9,8 +9,13 @@ import json
 from dataclasses import replace
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
-from marft_trl.episodes.images import ImageError, images_of, read_image
+from marft_trl.episodes.guard import EpisodeError
+from marft_trl.episodes.images import has_image, images_of, read_image
+from marft_trl.episodes.records import Feedback
+from marft_trl.episodes.rerun import observation_key
+from marft_trl.episodes.tools import ToolCall, ToolLimits, call_tool
 from marft_trl.extras.apps.served_team import application
+from marft_trl.prompts import team_view
 from marft_trl.reporting.transcripts import Transcript, html_page
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.rollout.runner import RunMode
@@ -18,6 +23,7 @@ from marft_trl.seams.vision import ImageProcessor, as_tokenizer, of_images, with
 from marft_trl.trainer import bases
 from marft_trl.workflows import EnvironmentLoop, Workflow, together
 
+import datasets
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
@@ -415,11 +421,11 @@ def test_bad_images_are_named_before_anything_is_generated(tmp_path):
     files = [{"bytes": None, "path": str(tmp_path / "missing.png")}, {"bytes": None, "path": "https://x.org/x.png"}]
     for place, source in enumerate([BROKEN[-1]["image"], *files]):
         dataset = Dataset.from_list([{**row, "image": source if n == 5 else None} for n, row in enumerate(rows(8))])
-        with pytest.raises(ValueError, match="Row 5 of `train_dataset`: Column 'image': "):
+        with pytest.raises(ValueError, match="Row 5 of `train_dataset`: `image`: "):
             trainer_of("llava", tmp_path / str(place), [LOOKER], train_dataset=dataset)
     places = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}]}]
     dataset = Dataset.from_list([{"prompt": places, "image": picture(0)}] * 8)
-    with pytest.raises(ValueError, match="Row 0 of `train_dataset`: Column 'image': Number of images"):
+    with pytest.raises(ValueError, match="Row 0 of `train_dataset`: `image`: Number of images"):
         trainer_of("llava", tmp_path, [LOOKER], train_dataset=dataset)
 
 
@@ -439,8 +445,10 @@ def test_text_teams_refuse_images(model_folder, tmp_path):
     with pytest.raises(ValueError, match="no agent of the team sees images"):
         trainer.team("What is it?", images=[picture(0)])
     content = [{"type": "image", "image": picture(0)}, {"type": "text", "text": "What is it?"}]
-    with pytest.raises(ImageError, match="no agent of the team sees images"):
+    with pytest.raises(EpisodeError, match="no agent of the team sees images"):
         trainer.team([{"role": "user", "content": content}])
+    with pytest.raises(EpisodeError, match="no agent of the team sees images"):
+        trainer.team.run([{"prompt": "What is it?", "image": picture(0)}])
     texts = [{"role": "user", "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]}]
     assert trainer.team.run([texts], greedy=True)[0].turns[0].prompt_ids == (
         trainer.team.run([[{"role": "user", "content": "How many?"}]], greedy=True)[0].turns[0].prompt_ids
@@ -465,3 +473,93 @@ def test_ImageProcessor_cuts_inputs_by_row(family):
     config = without_vision(lora(), model)
     assert config.exclude_modules and without_vision(lora(target_modules=["q_proj"]), model).exclude_modules is None
     assert bases.Base(model, processor, (), {}).images is not None
+
+
+def test_different_images_are_different_observations():
+    """A re-run keeps a turn only if its agent saw the same images."""
+    first, same, other = (Feedback("here", images=(read_image(picture(seed)),)) for seed in (0, 0, 1))
+    keys = [observation_key("judge", [feedback]) for feedback in (first, same, other)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_each_base_suppresses_its_own_image_token(model_folder, tmp_path):
+    """A sampled token of an image would have no pixels; an ordinary token of another model is not suppressed."""
+    model, processor = FAMILIES["gemma3"]()
+    second = AgentSpec("second", model=model, processing_class=processor)
+    trainer = trainer_of("qwen2_5_vl", tmp_path, [LOOKER, second, AgentSpec("writer", model=model_folder)])
+    own = {"looker": trainer.model.config.image_token_id, "second": model.config.image_token_id}
+    expected = {**{name: [token] for name, token in own.items()}, "writer": None}
+    trainer.save_model(str(tmp_path / "team"))
+    first, further = FAMILIES["qwen2_5_vl"]()[0], FAMILIES["gemma3"]()[0]
+    bases_of = {"looker": first, "second": further, "writer": model_folder}
+    for team in (trainer.team, Team.from_pretrained(tmp_path / "team", model=bases_of)):
+        settings = {name: team._runner.generator.settings(name).get("suppress_tokens") for name in expected}
+        assert settings == expected
+
+
+def test_files_are_turned_upright(tmp_path):
+    """As `datasets` does for decoded images."""
+    for orientation, size in ((1, (40, 20)), (6, (20, 40)), (8, (20, 40))):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        path = tmp_path / f"{orientation}.jpg"
+        picture(0, (40, 20)).save(path, exif=exif)
+        dataset = Dataset.from_dict({"image": [str(path)]}).cast_column("image", datasets.Image())
+        assert read_image(path).size == read_image(path.read_bytes()).size == dataset[0]["image"].size == size
+
+
+def rewarded(prompts, completions, image=None, **kwargs):
+    """Rewards get the images in the messages, as in TRL."""
+    assert all(has_image(prompt[-1]["content"]) for prompt in prompts)
+    return varied_reward(completions)
+
+
+def test_logs_evaluations_and_views(tmp_path):
+    """Tables of completions, votes over samples of a question, and a view that chooses who sees what."""
+
+    def view(agent, prompt, seen):
+        return [{"role": "user", "content": QUESTION}] if agent.name == "solver" else team_view(agent, prompt, seen)
+
+    settings = {"log_completions": True, "max_steps": 1, "per_device_eval_batch_size": 8}
+    trainer = trainer_of(
+        *("smolvlm", tmp_path, [AgentSpec("looker"), AgentSpec("solver")], settings),
+        **{"reward_funcs": rewarded, "eval_dataset": Dataset.from_list(rows(2)), "view": view},
+    )
+    assert moved_agents(trainer) == {"looker", "solver"}
+    assert "eval_pass@2" in trainer.evaluate(k=[2])
+    trainer.view = lambda agent, prompt, seen: [{"role": "user", "content": [{"type": "image", "image": "/x.png"}]}]
+    with pytest.raises(Exception, match=r"Message 0 of the view's messages has the place of an image without a `PIL"):
+        trainer.team(QUESTION)
+
+
+def test_a_broken_image_skips_an_episode(tmp_path):
+    """Beyond the rows that are read before training."""
+    trainer = trainer_of("llava", tmp_path, [LOOKER], {"on_episode_error": "skip", "max_skipped_share": 0.5})
+    broken = {**rows(1)[0], "images": {"bytes": b"no image", "path": None}}
+    rollout = trainer.parts.rollouts.run([*rows(3), broken], training=True)
+    assert [bool(episode.failure) for episode in rollout.episodes] == [False, False, False, True]
+    assert "`images`: An image is broken" in rollout.episodes[3].failure
+
+
+def several():
+    """
+    Return two pictures.
+    """
+    return "First:", picture(1), "second:", picture(2)
+
+
+def test_images_are_found_in_what_functions_return(tmp_path):
+    """In lists and tuples, next to texts, and in addition to parts."""
+
+    class Shown(Workflow):
+        async def run(self, episode):
+            parts = [{"type": "text", "text": "Two."}, picture(1)]
+            episode.observe(parts, images=[picture(2)])
+            await episode.turn("looker")
+
+    trainer = trainer_of("gemma3", tmp_path, [AgentSpec("looker")], workflow=Shown())
+    (episode,) = trainer.team.run([QUESTION])
+    assert episode.turns[0].images == (read_image(picture(1)), read_image(picture(2)))
+    assert [part["type"] for part in episode.turns[0].observation[0]["content"]] == ["text", "image", "image", "text"]
+    result = asyncio.run(call_tool([several], ToolCall("several"), ToolLimits()))
+    assert result.text == "First:\nsecond:" and list(result.images) == list(episode.turns[0].images)

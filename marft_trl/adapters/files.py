@@ -54,8 +54,7 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
         return path
     if not is_hub_id(str(team)):
         raise FileNotFoundError(
-            f"{str(team)!r} is neither a folder nor a valid Hub id. Pass the folder that `save_model` wrote, or an id "
-            "such as 'me/my-team'."
+            f"{str(team)!r} is neither a folder nor a valid Hub id. Pass a folder, or an id such as 'me/my-team'."
         )
     try:
         return Path(snapshot_download(str(team), revision=revision, token=token, ignore_patterns=_UNUSED))

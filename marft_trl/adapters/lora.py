@@ -171,8 +171,7 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreT
         )
     experts = expert_parameters(base) if config.target_parameters else set()
     for field, known in {"trainable_token_indices": set(), "target_parameters": experts}.items():
-        wrong = sorted(set(getattr(config, field, None) or ()) - known)
-        if wrong:
+        if wrong := sorted(set(getattr(config, field, None) or ()) - known):
             raise ValueError(
                 f"`{field}` of the adapter of agent {agent.name!r} targets parameters of the base, which all agents "
                 f"share ({wrong}). Leave it out."
@@ -207,8 +206,7 @@ def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
     if agent.adapter in taken:
         raise ValueError(
             f"Agent {agent.name!r} uses an adapter named {agent.adapter!r}, which is also part of the parameter names "
-            "of the base, so PEFT could not tell them apart. Choose another name, e.g. "
-            f"'{agent.adapter}-agent'."
+            "of the base, so PEFT could not tell them apart. Choose another name."
         )
 
 

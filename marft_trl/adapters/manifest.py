@@ -1,7 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""
-The team manifest: everything needed to run and train a saved team again, with hashes of the base and the tokenizer.
-"""
+"""The manifest: everything needed to run and train a saved team again, with hashes of the base and the tokenizer."""
 
 from __future__ import annotations
 
@@ -241,14 +239,12 @@ class TeamManifest:
             if data["format"] not in _FORMATS:
                 raise ValueError(
                     f"{path} has format {data['format']!r}; this version of marft_trl reads the formats "
-                    f"{' and '.join(map(str, _FORMATS))}. Use the version that the team was saved with, or a newer "
-                    "one."
+                    f"{' and '.join(map(str, _FORMATS))}. Use the version that saved the team, or a newer one."
                 )
             return cls._from_dict(data, path)
         except _DAMAGED as error:
             raise ValueError(
-                f"{path} is damaged: {type(error).__name__}: {error}. Restore the file from another copy of the team, "
-                "or save the team again."
+                f"{path} is damaged: {type(error).__name__}: {error}. Restore it from a copy, or save the team again."
             ) from error
 
     @classmethod
@@ -311,9 +307,7 @@ def _check_bases(manifest: TeamManifest) -> None:
     names = [name for base in manifest.further_bases for name in base.agents]
     unknown = sorted(set(names) - {agent.name for agent in manifest.players})
     if unknown or len(set(names)) < len(names):
-        raise ValueError(
-            f"'further_bases' has the agent {(unknown or names)[0]!r}, which does not act or is there twice"
-        )
+        raise ValueError(f"'further_bases' has agent {(unknown or names)[0]!r}, which does not act or is there twice")
     taken: set[str] = set()
     for base in manifest.bases:
         own, saved = {agent.adapter for agent in manifest.players_on(base)}, manifest.adapters_on(base)
@@ -405,8 +399,7 @@ def _check_values(inference: Inference) -> None:
         raise ValueError(f"'context_overflow' is {inference.context_overflow!r}")
     of_tokenizer = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     of_template = {"documents"}  # which templates read, like further names
-    reserved = sorted((set(of_tokenizer) - of_template) & set(inference.chat_template_kwargs))
-    if reserved:
+    if reserved := sorted((set(of_tokenizer) - of_template) & set(inference.chat_template_kwargs)):
         raise ValueError(f"'chat_template_kwargs' has {reserved[0]!r}, which is an argument of the tokenizer")
     for name, sampling in inference.sampling.items():
         length = sampling.get("max_completion_length", 1)

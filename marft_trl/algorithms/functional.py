@@ -439,8 +439,7 @@ def standardized(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 def explained_variance(targets: torch.Tensor, residuals: torch.Tensor) -> float:
     """
     Share of the variance of the value targets that the critic explains, from the [`moments`] `(3,)` of the targets and
-    of the targets minus the values. A perfect critic has 1; the best constant prediction has 0. NaN if all targets are
-    equal.
+    of the targets minus the values: 1 for a perfect critic, 0 for the best constant, NaN if all targets are equal.
     """
     variances = [total[2] / total[0] - (total[1] / total[0]) ** 2 for total in (targets, residuals)]
     return (1 - variances[1] / variances[0]).item() if variances[0] > 1e-12 else float("nan")

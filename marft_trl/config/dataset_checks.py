@@ -35,10 +35,7 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
     stream is read: its source may be slow, or give each row once. Its rows are checked when training reads them.
     """
     if train_dataset is None:
-        raise ValueError(
-            "`train_dataset` is required unless an `environment_factory` is provided. Pass a dataset with a `prompt` "
-            "column."
-        )
+        raise ValueError("`train_dataset` is None. Pass a dataset with a `prompt` column or an `environment_factory`.")
     check_dataset(train_dataset, "train_dataset")
     if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts_per_generation:
         raise ValueError(
@@ -84,11 +81,9 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
             f"`{what}` has no column `prompt`; it has {columns}. Rename the column that holds the prompts: "
             "`dataset.rename_column('question', 'prompt')`."
         )
-    collisions = sorted(set(columns) & set(TURN_ARGUMENTS))
-    if collisions:
+    if collisions := sorted(set(columns) & set(TURN_ARGUMENTS)):
         raise ValueError(
-            f"`{what}` has columns named {collisions}, but the trainer passes arguments of these names to reward "
-            "functions. Rename the columns."
+            f"`{what}` has columns named {collisions}, which are arguments of reward functions. Rename them."
         )
     if isinstance(dataset, Dataset):
         check_prompts(read_prompts(dataset), what, start=0)
@@ -127,14 +122,10 @@ def _find_kind(prompt: object, where: str) -> str:
         raise ValueError(f"The prompt in {where} is None. Remove the row: `dataset.filter(lambda r: r['prompt'])`.")
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise ValueError(
-                f"The prompt in {where} is empty. Remove the row: `dataset.filter(lambda r: r['prompt'].strip())`."
-            )
+            raise ValueError(f"The prompt in {where} is empty. Remove it: `filter(lambda r: r['prompt'].strip())`.")
         return "text"
     if not isinstance(prompt, list):
-        raise TypeError(
-            f"The prompt in {where} is a {type(prompt).__name__}; it must be a string or a list of messages."
-        )
+        raise TypeError(f"The prompt in {where} is a {type(prompt).__name__}, not a string or a list of messages.")
     if not prompt or not is_conversational({"prompt": prompt}):
         raise ValueError(
             f"The prompt in {where} is a list, but not a list of messages: {str(prompt)[:80]}. Write messages as "
@@ -146,10 +137,7 @@ def _find_kind(prompt: object, where: str) -> str:
         if message["role"] not in ROLES:
             known = f" Roles are {', '.join(map(repr, ROLES[:4]))}." if isinstance(message["role"], str) else ""
             hint = did_you_mean(message["role"], ROLES) or known
-            raise ValueError(
-                f"The prompt in {where} has a message with the role {message['role']!r}, which is not a known "
-                f"role.{hint}"
-            )
+            raise ValueError(f"{where} has the role {message['role']!r}, which is not a known role.{hint}")
         if message["content"] in (None, ""):
             if has_other_content(message) or prompt == PLACEHOLDER:
                 continue

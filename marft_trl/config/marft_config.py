@@ -541,10 +541,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         check_k(self.eval_k, self.num_generations_eval or self.num_generations)
         for name, default in (("eval_right_at", 1.0), ("eval_right_by", None)):
             if self.eval_k is None and getattr(self, name) != default:
-                raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` has no effect with `eval_k=None`. Set `eval_k`, or leave "
-                    f"`{name}` out."
-                )
+                raise ValueError(f"`{name}={getattr(self, name)!r}` has no effect with `eval_k=None`. Set `eval_k`.")
         if self.enable_jit_checkpoint:  # type: ignore[has-type]
             say_unused("enable_jit_checkpoint", True)
             self.enable_jit_checkpoint = False  # upstream's way saves within a step

@@ -94,13 +94,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "c3": Preset(
         "C3 (arXiv 2603.06859): alternatives for every turn, each against the mean of the others",
-        {
-            "advantage": "c3",
-            "turn_candidates": 8,
-            "num_generations": 1,
-            "level": "token",
-            **_CLIPPED,
-        },
+        {"advantage": "c3", "turn_candidates": 8, "num_generations": 1, "level": "token", **_CLIPPED},
     ),
     "ccpo": Preset(
         "CCPO (arXiv 2603.21563): the reward lost without a turn, standardized over the turns of an agent",

@@ -1,8 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""
-Run a workflow on many dataset rows concurrently and return the finished episodes, or try it out with made-up turns,
-without a model.
-"""
+"""Run a workflow on many dataset rows at once and return the episodes, or try it with made-up turns and no model."""
 
 from __future__ import annotations
 
@@ -121,10 +118,7 @@ def run_to_completion(
 async def limit_blocking_code(
     workflow: RunsEpisodes, workflow_timeout: float | None
 ) -> AsyncIterator[TimeLimit | None]:
-    """
-    Limits the time of code that blocks the event loop, for [`collect_async`] within [`apply_time_limit`]. Different
-    tasks may enter and exit it.
-    """
+    """Limits code that blocks the event loop, within [`apply_time_limit`]. Different tasks may enter and exit it."""
     with _time_limit(workflow, workflow_timeout) as limit:
         async with _run_heartbeat(limit):
             yield limit
@@ -436,9 +430,7 @@ def rehearse(
     if isinstance(workflow, type):
         raise TypeError(f"`rehearse` takes a workflow object. Write `{workflow.__name__}()`.")
     if isinstance(agents, str) or not callable(reply):
-        raise TypeError(
-            "`rehearse(workflow, agents, reply)` takes a list of names and a function `reply(agent, seen)`."
-        )
+        raise TypeError("`rehearse(...)` takes a list of names and a function `reply(agent, seen)`.")
     workflow.check(agents)
     context = TeamContext(tuple(agents), dict(tools or {}))
     rows = [{"prompt": prompt, **row}]

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 from ..system.event_loop import STARTED, StepContext, StepWrapper
 from ..system.hints import brief, did_you_mean
 from ..system.watchdog import TimeLimit
+from .images import ImageError
 from .live import LiveEpisode
 from .records import Call, EndOfEpisode, Messages, Turn
 from .state import EpisodeState
@@ -72,6 +73,8 @@ class EpisodeGuard:
 async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: asyncio.Event) -> None:
     STARTED.set(episode.started)
     try:
+        if episode.may_have_images:
+            episode.read_images()
         returned = await _unwrapped(workflow.run(LiveEpisode(episode)))
         answer = episode.answer
         if isinstance(returned, (Turn, str)) and answer is not None and returned not in (answer, answer.text):
@@ -82,6 +85,9 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
             raise EpisodeError(
                 f"Episode {episode.index} cannot start on the prompt {shorten(episode.prompt)}: {end}", episode.index
             ) from end
+    except ImageError as error:
+        place = f"Episode {episode.index}, on the prompt {shorten(str(episode.row['prompt']))}"
+        raise EpisodeError(f"{place}: {error}", episode.index) from error
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled with the others
             raise

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import importlib.util
 import io
+import itertools
 import os
 import re
 import weakref
@@ -27,6 +27,13 @@ _MARKS = {b"\xff\xd8": b"\xff\xda", b"\x89P": b"iTXt"}
 # Segments of a JPEG that Pillow parses into more memory and time than they have bytes
 _METADATA = re.compile(rb"\xff[\xe1\xe2\xed](?=..(?:Exif\0|MPF\0|Photoshop))", re.DOTALL)
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # other decoders of Pillow run programs, or have no limits
+# The tag of the orientation in the Exif segment of a JPEG, and the methods of Pillow's `transpose` by its value
+_ORIENTATION = re.compile(
+    rb"\xff\xe1..Exif\0\0(?:II\*\0\x08\0\0\0..(?:.{12}){0,64}?\x12\x01\x03\0\x01\0\0\0(.)"
+    rb"|MM\0\*\0\0\0\x08..(?:.{12}){0,64}?\x01\x12\0\x03\0\0\0\x01\0(.))",
+    re.DOTALL,
+)
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 # Images in use, by their content, so that rows and checkpoints have each of them once
 _known: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -53,14 +60,25 @@ class _Pieces(io.BytesIO):
 
 
 def is_image(value: Any) -> bool:
-    """`True` for an image of Pillow, which is not imported for it."""
-    return type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "tobytes")
+    """`True` for an image of Pillow. Teams without images do not import Pillow."""
+    return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
+
+
+def may_have_images(value: Any) -> bool:
+    """`True` for an image, parts with an image, and a list with an image."""
+    return is_image(value) or has_image(value) or (isinstance(value, (list, tuple)) and any(map(is_image, value)))
+
+
+def as_json(value: Any) -> str:
+    """`default` of `json.dumps`: equal images have equal texts."""
+    return digest_of(value) if is_image(value) else str(value)
 
 
 def read_image(source: Any, most: int = MAX_PIXELS) -> Image:
     """
     Read the first frame of an image of Pillow, the bytes or the path of a file, or `{"bytes": ..., "path": ...}` as
-    `datasets` has images that are not decoded, of `most` pixels. Equal images are the same object.
+    `datasets` has images that are not decoded, of at most `most` pixels. Equal images are the same object:
+    copy an image before you draw on it. Files are turned upright.
 
     Raises:
         ImageError: The image is missing, remote, broken or too large.
@@ -70,7 +88,7 @@ def read_image(source: Any, most: int = MAX_PIXELS) -> Image:
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, (str, os.PathLike)):
-        source = _read_file(os.fsdecode(source))
+        source = _read_file(os.path.expanduser(os.fsdecode(source)))
     if source is None or not (is_image(source) or isinstance(source, bytes)):
         raise ImageError(
             f"An image is missing: got {type(source).__name__}, but an image is a `PIL.Image.Image`, the bytes of a "
@@ -79,13 +97,17 @@ def read_image(source: Any, most: int = MAX_PIXELS) -> Image:
     if (digest := str(getattr(source, "marft_digest", ""))) in _known:
         return _known[digest]
     try:
-        image = source if is_image(source) else _open(source)
-        _check_size(image.width, image.height, most)
+        image, turn = (source, None) if is_image(source) else _open(source)
+        if not 0 < image.width * image.height <= most:
+            size = f"{image.width:,} x {image.height:,}"
+            raise ImageError(f"An image has {size} pixels, and at most {most:,} are read. Resize it.")
         if getattr(image, "tile", None) and image.format not in (*_FORMATS, "MPO"):
             raise ImageError(f"An image is a {image.format}, not one of {', '.join(_FORMATS)}. Load it first.")
         if any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ())):  # a loop of Python without limits
             raise ImageError("An image is a BMP with run lengths. Save it as a PNG.")
         image.load()
+        if turn is not None:
+            image = image.transpose(turn)  # type: ignore[arg-type]
         # A copy has no file and no metadata, and nobody draws on it. The colors of "P" are not in its pixels
         to = "RGBA" if "transparency" in image.info else "RGB"
         image = image.convert(to) if image.mode == "P" else image.copy()
@@ -115,16 +137,9 @@ def restore_image(kind: Sequence[Any], pixels: Any) -> Image:
     return read_image(Image.frombytes(kind[0], tuple(kind[1:]), pixels.numpy().tobytes()))
 
 
-def _check_size(width: int, height: int, most: int) -> None:
-    if width * height > most or not width * height:
-        raise ImageError(f"An image has {width:,} x {height:,} pixels, and at most {most:,} are read. Resize it.")
-
-
 def _read_file(path: str) -> bytes:
     if "://" in path[:16] or path.startswith("data:"):
-        raise ImageError(
-            f"The image {path[:80]!r} is not a local file. Remote images are never fetched: load it first."
-        )
+        raise ImageError(f"The image {path[:80]!r} is not a local file. Images are never fetched: load it first.")
     try:
         if not os.path.isfile(path):
             raise ImageError(f"The image {path[:200]!r} is not a file.")
@@ -138,17 +153,21 @@ def _read_file(path: str) -> bytes:
         raise ImageError(f"The image {path[:200]!r} cannot be read: {error}.") from error
 
 
-def _open(data: bytes) -> Image:
+def _open(data: bytes) -> tuple[Image, int | None]:
+    """An image that is not decoded yet, and the method of `transpose` that turns it upright."""
     from PIL import Image
 
     if len(data) > _MAX_BYTES:
         raise ImageError(f"An image has {len(data):,} bytes, and at most {_MAX_BYTES:,} bytes are read. Resize it.")
     if (mark := _MARKS.get(data[:2])) and data.count(mark) > _MAX_MARKS:
         raise ImageError(f"An image has more than {_MAX_MARKS} scans or texts. Save it as a baseline JPEG.")
+    turn = None
     if data[:2] == b"\xff\xd8":
+        orientation = _ORIENTATION.search(data, 0, 2**16)
+        turn = _TURNS.get(max(orientation[1] or b"", orientation[2] or b"")[0]) if orientation else None
         data = _METADATA.sub(b"\xff\xeb", data)
     try:
-        return Image.open(_Pieces(data), formats=_FORMATS)
+        return Image.open(_Pieces(data), formats=_FORMATS), turn
     except Image.UnidentifiedImageError as error:
         raise ImageError(f"An image is broken, or is not one of {', '.join(_FORMATS)}.") from error
 
@@ -166,11 +185,10 @@ def decode_image(data: str, most: int = MAX_PIXELS) -> Image:
     if len(data) > 4 * _MAX_BYTES // 3 + 4:
         raise ImageError(f"An image has more than {_MAX_BYTES:,} bytes. Resize it.")
     try:
-        return read_image(base64.b64decode(data, validate=True), most)
-    except (binascii.Error, ValueError) as error:
-        if isinstance(error, ImageError):
-            raise
+        content = base64.b64decode(data, validate=True)
+    except ValueError as error:
         raise ImageError("An image is not valid base64.") from error
+    return read_image(content, most)
 
 
 def as_data_url(image: Image, longest: int) -> str:
@@ -208,8 +226,11 @@ def images_of(messages: Any) -> tuple[Any, ...]:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content, without its images."""
-    return "".join(part["text"] for part in content if part["type"] == "text") if is_parts(content) else content or ""
+    """The text of a content without its images, with a line break where an image was between two texts."""
+    if not is_parts(content):
+        return content or ""
+    groups = itertools.groupby(content, lambda part: part["type"])
+    return "\n".join("".join(part["text"] for part in group) for kind, group in groups if kind == "text")
 
 
 def as_parts(content: Any) -> list[dict[str, Any]]:
@@ -218,13 +239,15 @@ def as_parts(content: Any) -> list[dict[str, Any]]:
 
 def with_images(text: str, images: Sequence[Any]) -> Any:
     """The content of a message with images, which come first as in TRL; the text alone without any."""
-    return [*({"type": "image", "image": image} for image in images), *as_parts(text)] if images else text
+    places = [{"type": "image", "image": image} for image in images]
+    return [*places, *(as_parts(text) if text else ())] if images else text
 
 
 def split_parts(content: Any) -> tuple[str, tuple[Any, ...]]:
     """The text and the images that an environment or a tool returned as parts, or as an image."""
     parts: list[Any] = [content] if is_image(content) else content
     parts = [{"type": "image", "image": part} if is_image(part) else part for part in parts]
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     parts = [_read_part(part, "what an environment or a tool returned") for part in parts]
     return text_of(parts), images_of([{"content": parts}])
 
@@ -254,21 +277,21 @@ def read_prompt(row: Mapping[str, Any], sees_images: bool = True) -> str | Messa
             images.
     """
     if not sees_images:
-        if images_of(row["prompt"]):
+        if images_of(row["prompt"]) or any(may_have_images(row.get(name)) for name in ("image", "images")):
             raise ImageError("The prompt has an image, but no agent of the team sees images.")
         return row["prompt"]
     from trl.data_utils import prepare_multimodal_messages
 
     prompt, where = row["prompt"], "the prompt"
-    column = "images" if "images" in row else "image"
+    column = "images" if row.get("images") is not None else "image"
     sources: Any = row.get(column)
-    if column == "image":
-        sources = () if sources is None else (sources,)
+    is_single = column == "image" or is_image(sources) or isinstance(sources, (str, bytes, os.PathLike, Mapping))
+    sources = (sources,) if sources is not None and is_single else sources
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         images = [read_image(source) for source in sources or ()]
     except ImageError as error:
-        raise ImageError(f"Column {column!r}: {error}") from error
+        raise ImageError(f"`{column}`: {error}") from error
     messages = [
         {**message, "content": [_read_part(part, where, needs_image=False) for part in message["content"]]}
         if isinstance(message.get("content"), list)
@@ -280,4 +303,4 @@ def read_prompt(row: Mapping[str, Any], sees_images: bool = True) -> str | Messa
     try:
         return prepare_multimodal_messages(messages, images)
     except ValueError as error:
-        raise ImageError(f"Column {column!r}: {error}") from error
+        raise ImageError(f"`{column}`: {error}") from error

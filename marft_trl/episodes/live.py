@@ -137,8 +137,7 @@ class LiveEpisode(NearNames):
 
         Args:
             text (`str` or `Mapping[str, str]`, *optional*):
-                Text of the feedback, or for agents by name a text that only they see. If `None` or empty, no feedback
-                is shown.
+                Text of the feedback, or for agents by name a text that only they see. `None` or empty: no feedback.
             after (`Sequence[Turn]`, *optional*):
                 Turns that were passed to the environment.
             reward (`float` or `Mapping[str, float]`, *optional*, defaults to `0.0`):

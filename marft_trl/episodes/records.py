@@ -155,6 +155,8 @@ class Turn(NearNames):
         lineage (`int`, *optional*):
             Number of the conversation of an application that the turn belongs to, counted by episode. A sub-agent and
             a history that was shortened begin a new one. `None` if the workflow writes the messages.
+        images (`tuple[PIL.Image.Image, ...]`):
+            Images of the observation, in the order of their places in `prompt_ids`.
     """
 
     also_called = {"content": "text", "message": "text", "output": "text", "response": "text", "role": "agent"}
@@ -177,6 +179,7 @@ class Turn(NearNames):
     logps: Sequence[float] | None = field(default=None, repr=False)
     sampled_by: SampledBy | None = field(default=None, repr=False)
     lineage: int | None = None
+    images: tuple[Any, ...] = field(default=(), repr=False)
 
     def __post_init__(self):
         if self.raw_text is None:
@@ -220,7 +223,7 @@ class Feedback:
 # Fields that depend on the generated tokens alone, and `observation` and `prompt_ids`
 _GENERATED = (
     *("raw_text", "observation", "prompt_ids", "completion_ids", "truncated", "tool_calls"),
-    *("without_calls", "tagged", "logps", "sampled_by"),
+    *("without_calls", "tagged", "logps", "sampled_by", "images"),
 )
 # What an agent can be shown: turns of agents, and feedback of an environment.
 Seen = Turn | Feedback
@@ -297,10 +300,7 @@ class Episode(NearNames):
         return self.horizons[0] if self.horizons else None
 
     def final_turn_of(self, turn: Turn) -> Turn | None:
-        """
-        The turn that an agent ended with, for a turn that called tools; other turns are final themselves. `None` if
-        the agent has not ended yet.
-        """
+        """The turn that an agent ended with after a turn with calls, else the turn. `None` if it has not ended yet."""
         if not turn.tool_calls or turn.audience is None:
             return turn
         index = self.final_turns.get(turn.index)
@@ -318,8 +318,7 @@ class Episode(NearNames):
 class EndOfEpisode(BaseException):
     """
     Raised by `episode.turn` if an observation does not fit the model's window and `context_overflow="end_episode"`.
-    The episode then ends with the turns it has. It is a `BaseException`, so that `except Exception` in a workflow does
-    not catch it.
+    The episode then ends with the turns it has. It is a `BaseException`: `except Exception` does not catch it.
 
     Args:
         problem (`str`): why.
@@ -378,8 +377,7 @@ def joint_actions(turns: Sequence[Turn]) -> list[int]:
     Index of the joint action of each turn, 0, 1, ... A joint action has at most one turn of each agent, as in
     algorithms for teams that act once per step of an environment. A chain of agents is one joint action, although each
     of its turns is a joint step. A new joint action begins after turns have gone into the environment, and when an
-    agent speaks again. A turn with tool calls and the turn that continues from their results belong to the same joint
-    action.
+    agent speaks again. A turn with tool calls and the turn that continues from it belong to the same joint action.
     """
     actions: list[int] = []
     spoken: Counter[str] = Counter()  # turns of each agent since turns last went into the environment

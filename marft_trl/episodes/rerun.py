@@ -99,7 +99,9 @@ def observation_key(
     def key(item: Any) -> Any:
         if isinstance(item, Turn):
             return item.index if origins is None else origins.get(item.index, -1)
-        return (item.agent, item.text, item.tool, item.audience) if isinstance(item, Feedback) else repr(item)
+        if not isinstance(item, Feedback):
+            return repr(item)
+        return (item.agent, item.text, item.tool, item.audience, *map(id, item.images))  # equal images are one object
 
     if requested_turn is None:
         return agent, tuple(map(key, seen))

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
 from ..system.event_loop import StepContext, in_thread, one_at_a_time
-from .images import is_image, is_parts, read_prompt, split_parts
+from .images import ImageError, is_parts, may_have_images, read_prompt, split_parts
 from .records import (
     TOOL,
     Call,
@@ -53,8 +53,7 @@ class EpisodeState:
     ):
         self.row, self.index = row, index
         self.prompt: str | Messages = row["prompt"]
-        if _has_parts(row, context.sees_images):
-            self.prompt = read_prompt(row, context.sees_images)
+        self.may_have_images, self._sees_images = _may_have_images(row), context.sees_images
         self.agents, self.aliases = context.agents, context.aliases
         self.turns: list[Turn] = []
         self.feedback: list[Feedback] = []
@@ -87,6 +86,10 @@ class EpisodeState:
         self._pending_results: list[tuple[int, Callable[[], Any], asyncio.Future]] = []
         self._num_requests = 0
         self._final_turns: dict[int, int] = {}
+
+    def read_images(self) -> None:
+        """Read the images of the prompt. Raises an [`ImageError`] for what cannot be read or seen."""
+        self.prompt = read_prompt(self.row, self._sees_images)
 
     def record(self) -> Episode:
         return Episode(
@@ -156,9 +159,8 @@ class EpisodeState:
         seen = tuple(self.seen_by(agent, sees, "turn_on"))
         if self.tools.get(agent):
             raise ValueError(
-                f"Agent {agent!r} has `tools` in its spec, but another program writes its messages and runs its "
-                "tool calls, so nothing would run these tools. Remove `tools` from the spec, and send them with the "
-                "request."
+                f"Agent {agent!r} has `tools` in its spec, but another program writes its messages and runs its tool "
+                "calls, so nothing would run these tools. Remove them, and send them with the request."
             )
         # Copy for the record: the caller may keep changing its list
         messages = [dict(message) for message in requested_turn.messages]
@@ -175,8 +177,7 @@ class EpisodeState:
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
             raise TurnLimitError(
                 f"The episode already has {len(self.turns)} turns, and {agent!r} is about to take another turn. If "
-                "this is intended, increase `max_episode_turns` or set it to None; otherwise give the workflow a "
-                "stopping condition."
+                "this is intended, increase `max_episode_turns` or set it to None; otherwise let the workflow stop."
             )
 
     async def _with_tools(self, request: Request, environment_tools: list[Callable], rounds: int | None) -> Turn:
@@ -305,12 +306,14 @@ class EpisodeState:
 
     def say(self, text: Any, source: str, audience: str | None = None, images: Sequence[Any] = ()) -> Feedback | None:
         """Record feedback: a text with images, or parts as a list."""
-        if not isinstance(text, str | None) and (is_parts(text) or is_image(text)):
-            text, images = split_parts(text)
-        elif images:
-            _, images = split_parts(list(images))
+        if images or not isinstance(text, str | None):
+            parts = text if isinstance(text, list) else [] if text is None else [text]
+            if images or is_parts(text) or may_have_images(text):
+                text, images = split_parts([*parts, *images])
         if not text and not images:
             return None
+        if images and not self._sees_images:
+            raise ImageError(f"{source!r} shows an image, but no agent of the team sees images.")
         if not isinstance(text, str | None):
             raise TypeError(f"Feedback from {source!r} must be a string, got {text!r} of type {type(text).__name__}.")
         return self._record_feedback(Feedback(text or "", source, audience=audience, images=tuple(images)))
@@ -349,12 +352,10 @@ class EpisodeState:
                 )
 
 
-def _has_parts(row: dict[str, Any], sees_images: bool) -> bool:
-    """`True` if the prompt of a dataset row may have images. For a team that sees none, columns are only columns."""
+def _may_have_images(row: dict[str, Any]) -> bool:
     prompt = row["prompt"]
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    has_column = sees_images and ("image" in row or "images" in row)
-    return has_column or any(isinstance(content, list) for content in contents)
+    return "image" in row or "images" in row or any(isinstance(content, list) for content in contents)
 
 
 def _set_result(recorded: asyncio.Future, result: Any) -> None:

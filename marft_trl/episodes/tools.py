@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..system.event_loop import Lane, give_up, in_thread, one_at_a_time
-from .images import has_image, is_image, split_parts
+from .images import is_image, may_have_images, split_parts
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ async def call_tool(
     if call.name not in known:
         return _failure(call.name, "unknown", f"Tool {call.name} not found. There is {', '.join(known) or 'none'}.")
     function = known[call.name]
-    problem = _misfit(function, call.arguments)
-    if problem is not None:
+    if (problem := _misfit(function, call.arguments)) is not None:
         return _failure(call.name, "arguments", problem)
     key = unbound(function)
     if _STRIKES.get(key, 0) >= MAX_STRIKES:
@@ -88,7 +87,9 @@ class _GaveUp(Exception):
 
 def _as_result(value: Any) -> tuple[str, list[Any] | None, tuple[Any, ...]]:
     """A returned value as a text, as plain JSON data if it is a list with elements, and the images in it."""
-    if not isinstance(value, str) and (is_image(value) or has_image(value)):
+    if isinstance(value, Mapping) and any(map(is_image, value.values())):
+        raise TypeError("a tool returns an image, or a list of texts and images, not a mapping with an image")
+    if not isinstance(value, str) and may_have_images(value):
         text, images = split_parts(value)
         return text, None, images
     if isinstance(value, list) and value:

@@ -1,8 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""
-Credit of turns, and advantages of training rows: by a baseline, or by GAE with a critic. The arithmetic is in
-`functional`.
-"""
+"""Credit of turns, and advantages of rows by a baseline, or by GAE with a critic. The arithmetic: `functional`."""
 
 from __future__ import annotations
 

@@ -81,8 +81,7 @@ class ValueScale:
             return
         totals = torch.zeros(len(self._parts), 3, dtype=torch.float64)
         for index, part in enumerate(self._parts):
-            targets = [row.value_targets for row in rows if row.critic == part and row.num_value_targets]
-            if targets:
+            if targets := [row.value_targets for row in rows if row.critic == part and row.num_value_targets]:
                 totals[index] = functional.moments(torch.cat([target for target in targets if target is not None]))
         for part, (count, total, squares) in zip(self._parts, self._processes.sum(totals).tolist(), strict=True):
             if not count:

@@ -1,8 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""
-The model as rows go through it: shared prefixes, positions, precision, gradient checkpointing. And log-probabilities
-and entropies under the right adapter and temperature.
-"""
+"""Passes of rows through the model, and their log-probabilities and entropies under the right adapter."""
 
 from __future__ import annotations
 
@@ -167,10 +164,7 @@ Transform = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Ten
 
 
 class LogProbs:
-    """
-    Scores completions under policies and references. `plain` is TRL's own pass, see [`trl_log_probs`], and `passes`
-    has the model of each agent.
-    """
+    """Scores completions. `plain` is TRL's own pass, see [`trl_log_probs`]; `passes` has the model of each agent."""
 
     def __init__(
         self,
@@ -254,8 +248,8 @@ class LogProbs:
                 if self._passes.give_positions and not batch.has_images:
                     logps, _, hidden = self._placed(model, ids, mask, width)
                 else:
-                    inputs = of_images(tensors) if batch.has_images else {}
-                    logps, hidden = self._plain(model, ids, mask, width, **inputs)[0], [None] * len(batch.rows)
+                    logps, *_ = self._plain(model, ids, mask, width, **of_images(tensors))
+                    hidden = [None] * len(batch.rows)
             for row, value, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
                 yield row, value[: len(row.completion_ids)].clone(), states
 
@@ -332,7 +326,7 @@ class LogProbs:
             if self._passes.give_positions and not batch.has_images:
                 _, entropies, _ = self._placed(self._passes.model, ids, mask, width)
             else:
-                options = {"compute_entropy": True, **(of_images(tensors) if batch.has_images else {})}
+                options = {"compute_entropy": True, **of_images(tensors)}
                 _, entropies, _ = self._plain(self._passes.model, ids, mask, width, **options)
         return entropies[tensors["completion_mask"].bool()].float()
 

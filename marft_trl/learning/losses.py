@@ -44,11 +44,7 @@ class OutOfMemory:
     """
 
     def __init__(
-        self,
-        run: RunContext,
-        batcher: MicroBatcher | TeamBatcher,
-        updates: AdapterUpdates,
-        randomness: RandomStates,
+        self, run: RunContext, batcher: MicroBatcher | TeamBatcher, updates: AdapterUpdates, randomness: RandomStates
     ):
         self._state, self._processes = run.state, run.processes
         self._batcher, self._updates, self._randomness = batcher, updates, randomness

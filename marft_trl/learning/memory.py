@@ -120,9 +120,8 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
         linear, fixed = linear + max(growth, 0.0), max(fixed - max(growth, 0.0) * tokens, 0.0)
     layers = config.num_hidden_layers
     inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
-    # In the backward pass of a layer, gradients live next to the tensors that are not freed yet: a third of what a
-    # layer keeps, counted op by op, of which twice as much is planned. Those of attention scores exist before and
-    # after the softmax.
+    # In the backward pass of a layer, gradients live next to tensors that are not freed yet: a third of what a layer
+    # keeps, counted op by op; twice as much is planned. Those of attention scores exist before and after the softmax
     more = 1 + GRADIENTS / layers
     quadratic = squared * (1 + 1.5 / layers)
     return ActivationCost(linear * more, joined * more, inputs + 2 * linear / layers, fixed, quadratic)

@@ -3,8 +3,7 @@
 Build observations: turns and feedback -> messages -> token ids. Model output cannot form control tokens or turns.
 
 Text of teammates is never tokenized together with the chat template. The template is rendered with placeholders for
-the contents. Its pieces are tokenized with control tokens, the contents are tokenized without them, and the token ids
-are joined.
+the contents. Its pieces are tokenized with control tokens, and the contents without them.
 """
 
 from __future__ import annotations
@@ -146,7 +145,12 @@ class PromptBuilder:
             return request
         if self.sees_images(request.agent):
             return request
-        seen = (replace(item, images=()) if isinstance(item, Feedback) else item for item in request.seen)
+        seen = (
+            replace(item, images=(), text=item.text or "(an image)")
+            if isinstance(item, Feedback) and item.images
+            else item
+            for item in request.seen
+        )
         return replace(request, seen=tuple(seen))
 
     def build(self, requests: Iterable[Request]) -> list[Observation]:
@@ -192,9 +196,8 @@ class PromptBuilder:
         if agent.system_prompt is not None and all(message["role"] != "system" for message in messages):
             messages.insert(0, {"role": "system", "content": agent.system_prompt})
         turns = [message["content"] if isinstance(message["content"], Turn) else None for message in messages]
-        shown = [
-            item if turn is None else self._as_turn(item, turn) for item, turn in zip(messages, turns, strict=True)
-        ]
+        pairs = zip(messages, turns, strict=True)
+        shown = [item if turn is None else self._as_turn(item, turn) for item, turn in pairs]
         observation = Observation(shown, [], list(request.seen))
         try:
             if (first := self._first_tokens(agent.name, shown)) is not None:
@@ -349,8 +352,7 @@ class PromptBuilder:
             return "the tokenizer reads line breaks as spaces, so the names of speakers are not on separate lines"
         if self._keeps_text_prompts:
             return "the tokenizer has no chat template, so only lines with speaker names separate messages"
-        marks = ", ".join(map(repr, self.template.plain_marks(uses_tools)))
-        if marks:
+        if marks := ", ".join(map(repr, self.template.plain_marks(uses_tools))):
             return f"the chat template marks messages with plain text ({marks}), not with control tokens"
         return None
 
@@ -359,8 +361,7 @@ class PromptBuilder:
         if not observation.ids:
             raise ValueError(
                 f"The observation of agent {agent!r} has no tokens: the chat template of the tokenizer "
-                f"{self.tokenizer.name_or_path!r} renders nothing. Set another template (`tokenizer.chat_template = "
-                "...`)."
+                f"{self.tokenizer.name_or_path!r} renders nothing. Set another `tokenizer.chat_template`."
             )
         reserved = self._reserved.get(agent, 0)
         if self._fits(agent, observation.ids):
@@ -431,9 +432,13 @@ class PromptBuilder:
         if self.aliases:
             agent, seen = renamed(agent, seen, self.aliases)
         messages = call_view(view, agent, self._quoted(prompt_messages), seen)
+        for number, message in enumerate(messages if view is not team_view else ()):
+            if isinstance(message.get("content"), list):
+                self._check_parts(number, message["content"], request.agent, "the view's messages")
         if not self.template.renders_results:
             messages = merge_consecutive(convert_tool_messages(messages, self.template.renders_called_results()))
-        if self._keeps_text_prompts and isinstance(prompt, str) and not request.functions:
+        has_images = any(isinstance(message.get("content"), list) for message in messages)
+        if self._keeps_text_prompts and isinstance(prompt, str) and not request.functions and not has_images:
             return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
         return fold_system_message(messages) if self._folds_system else messages
 
@@ -442,26 +447,25 @@ class PromptBuilder:
             return messages
         return [message | {"content": _quote_content(message.get("content") or "")} for message in messages]
 
-    def _check_parts(self, number: int, content: Any, agent: str) -> None:
+    def _check_parts(self, number: int, content: Any, agent: str, where: str = "a prompt") -> None:
         """Raise a `PromptError` unless a content has images and texts, and the agent sees images."""
         if not has_image(content):
             raise PromptError(
-                f"Message {number} of a prompt has the content {str(content)[:80]!r}, which is not a string. Join the "
+                f"Message {number} of {where} has the content {str(content)[:80]!r}, which is not a string. Join the "
                 "parts of the content into a single string."
             )
         if not self.sees_images(agent):
             why = "`sees_images=False`" if self.template.images is not None else "a model that takes text alone"
-            raise PromptError(f"Message {number} of a prompt has an image, but agent {agent!r} has {why}.")
+            raise PromptError(f"Message {number} of {where} has an image, but agent {agent!r} has {why}.")
         if any(part["type"] == "image" and not is_image(part.get("image")) for part in content):
-            raise PromptError(f"Message {number} of a prompt has the place of an image without the image.")
+            raise PromptError(f"Message {number} of {where} has the place of an image without a `PIL.Image.Image`.")
 
     def _check(self, prompt: Messages, agent: str) -> None:
         for number, message in enumerate(prompt):
             if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
                 raise PromptError(
                     f"Message {number} of a prompt contains only tool calls, which the chat template of the tokenizer "
-                    f"{self.tokenizer.name_or_path!r} does not render. Remove the message, or move the calls to its "
-                    "`content`."
+                    f"{self.tokenizer.name_or_path!r} does not render. Remove it, or move the calls to `content`."
                 )
             if not isinstance(message.get("content"), str | None):
                 self._check_parts(number, message["content"], agent)
@@ -470,8 +474,7 @@ class PromptBuilder:
             if name is not None:
                 raise PromptError(
                     f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
-                    "contains a control token of the tokenizer. Only `content` may contain such text: change the "
-                    "field."
+                    "contains a control token of the tokenizer. Only `content` may contain it: change the field."
                 )
 
     def _is_safe(self, content: str | Messages) -> bool:

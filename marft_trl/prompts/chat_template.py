@@ -54,10 +54,7 @@ def begins(pieces: Pieces, beginning: Pieces) -> bool:
 
 
 class ChatTemplate:
-    """
-    Chat template of a tokenizer, rendered with marks around the contents of messages. With `images`, places of images
-    are text of the template.
-    """
+    """A chat template, rendered with marks around contents. With `images`, their places are text of the template."""
 
     def __init__(
         self,
@@ -242,7 +239,7 @@ def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
         roles = [message.get("role") for message in messages]
         raise PromptError(
             f"The chat template of the tokenizer {tokenizer.name_or_path!r} cannot render messages with the roles "
-            f"{roles}: {type(error).__name__}: {error}. Set another template (`tokenizer.chat_template = ...`)."
+            f"{roles}: {type(error).__name__}: {error}. Set another template (`processing_class.chat_template = ...`)."
         ) from error
 
 
@@ -271,8 +268,7 @@ def _find_pieces(messages: Messages, render: Callable[[Messages], str]) -> Piece
     """
     Split the text of messages at their contents and reasoning; `None` unless each content occurs once, and each
     reasoning at most once. Marks around the contents tell where they are, so that no text of a content can pass for
-    text of the template. A template that takes a content apart, or refuses it, is rendered with marks instead of
-    contents.
+    text of the template. A template that takes a content apart, or refuses it, is rendered with marks alone.
     """
     whole: str | None = None
     as_texts = [
@@ -293,10 +289,7 @@ def _find_pieces(messages: Messages, render: Callable[[Messages], str]) -> Piece
 
 
 def _moves_texts(pieces: Pieces, messages: Messages, render: Callable[[Messages], str]) -> bool:
-    """
-    Whether a control token of a content is in the text between contents, where a template can move it. Contents
-    without such a text cost nothing.
-    """
+    """Whether a control token of a content is in the text between contents, where a template can move it."""
     texts = json.dumps([message.get("content") for message in messages], ensure_ascii=False)
     tags = set(_TAG.findall(texts))
     if not tags:

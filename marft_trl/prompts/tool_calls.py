@@ -87,8 +87,7 @@ def check_functions(functions: Sequence[Callable], whose: str) -> None:
         except Exception as error:
             raise ValueError(
                 f"The tool `{tool_name(function)}` of {whose} cannot be described to a model: "
-                f"{str(error).rstrip('.')}. Give every argument a type hint and a line under `Args:` in a "
-                "Google-style docstring."
+                f"{str(error).rstrip('.')}. Give every argument a type hint and a line under `Args:` of the docstring."
             ) from error
 
 
@@ -102,8 +101,7 @@ def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec
     workflow_names = {tool_name(function) for function in workflow.functions}
     for agent in agents:
         check_functions(agent.functions, f"agent {agent.name!r}")
-        twice = sorted(workflow_names & {tool_name(function) for function in agent.functions})
-        if twice:
+        if twice := sorted(workflow_names & {tool_name(function) for function in agent.functions}):
             raise ValueError(
                 f"Agent {agent.name!r} and the workflow `{type(workflow).__name__}` both have a tool named "
                 f"{twice[0]!r}, so only one of the two could be called. Rename one of them."

@@ -16,6 +16,7 @@ import numpy as np
 from trl.trainer.utils import get_callable_name
 
 from ..config.dataset_checks import named_sets
+from ..episodes.images import as_json
 from ..episodes.records import Turn
 from ..rewards import boxed
 from ..system.files import write_atomically
@@ -54,7 +55,7 @@ def sample_rows(
     rows = []
     for record in records:
         # From the dataset row: the same in every run, in whatever order rows come
-        question = _digest(json.dumps(record["row"], sort_keys=True, default=str, ensure_ascii=False))
+        question = _digest(json.dumps(record["row"], sort_keys=True, default=as_json, ensure_ascii=False))
         score = record["reward"] if right_by is None else record["rewards"][right_by]
         voted = vote(record["answer"])
         text = None if voted is None else str(voted)
@@ -165,8 +166,7 @@ def scores(
     return np.array([[table[question] for question in sorted(tables[0])] for table in tables])
 
 
-# A metric of the `evaluate` package, or a callable `metric(answers, **columns)` that returns a number or a
-# dict of numbers
+# A metric of the `evaluate` package, or a callable `metric(answers, **columns)` that returns a number or a dict
 EvalMetric: TypeAlias = "evaluate.EvaluationModule | Callable[..., Any]"
 
 
@@ -204,23 +204,20 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
         metrics |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
     metrics |= _lengths([turn for record in records for turn in record["turns"]])
     for agent in agents:
-        agent_turns = [
-            (turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent
-        ]
-        if agent_turns:
-            metrics[f"agents/{agent}/reward"] = _mean(reward for _, reward in agent_turns)
-            lengths = _lengths([turn for turn, _ in agent_turns])
+        turns = [(turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent]
+        if turns:
+            metrics[f"agents/{agent}/reward"] = _mean(reward for _, reward in turns)
+            lengths = _lengths([turn for turn, _ in turns])
             metrics |= {f"agents/{agent}/{name}": lengths[name] for name in lengths.keys() & AGENT_METRICS}
-        metrics[f"agents/{agent}/turns"] = len(agent_turns) / len(records)
+        metrics[f"agents/{agent}/turns"] = len(turns) / len(records)
     return metrics
 
 
 def question_means(records: Sequence[dict[str, Any]], size: int) -> dict[str, list[float]]:
     """Mean rewards of each question, whose `size` records are next to each other, by metric of [`summarize`]."""
     scores = {"reward": [record["reward"] for record in records]}
-    scores |= {
-        f"rewards/{name}/mean": [record["rewards"][name] for record in records] for name in records[0]["rewards"]
-    }
+    for name in records[0]["rewards"]:
+        scores[f"rewards/{name}/mean"] = [record["rewards"][name] for record in records]
     means = {
         name: [_mean(values[start : start + size]) for start in range(0, len(values), size)]
         for name, values in scores.items()

@@ -57,8 +57,7 @@ def avg_at_k(scores: Sequence[float], k: int | None = None) -> float:
 def maj_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int) -> float:
     """
     Expected score of the most frequent answer among `k` of the samples, over all choices of `k`. Of answers that are
-    equally frequent, one is drawn at random. Samples without an answer do not vote; if no sample has one, the score
-    is 0.
+    equally frequent, one is drawn at random. Samples without an answer do not vote; without any vote, it is 0.
 
     Args:
         answers (`Sequence`): answer of each sample in the form that is compared; `None` where there is none.
@@ -240,9 +239,7 @@ def paired_difference(scores, others, bounds: tuple[float, float] | None = (0.0,
     Source of what is added to the questions: Agresti and Min 2005.
     """
     if np.shape(scores) != np.shape(others):
-        raise ValueError(
-            f"Paired scores need the same seeds and questions, got shapes {np.shape(scores)} and {np.shape(others)}."
-        )
+        raise ValueError(f"Scores need the same seeds and questions, got {np.shape(scores)} and {np.shape(others)}.")
     reach = None if bounds is None else (bounds[0] - bounds[1], bounds[1] - bounds[0])
     difference = np.asarray(scores, dtype=float) - np.asarray(others, dtype=float)
     return _interval(difference, reach, _ADDED_TO_PAIRS, **options)

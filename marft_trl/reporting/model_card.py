@@ -228,14 +228,12 @@ def _agents_table(manifest: TeamManifest) -> str:
     bases = {agent.name: base.name for base in manifest.bases for agent in manifest.players_on(base)}
     for agent in manifest.agents:
         adapter = manifest.adapters.get(agent.adapter)
-        folder = (
-            f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "all weights" if several else "shared policy"
-        )
+        place = f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "all weights" if several else "shared policy"
         trained = "yes" if adapter is None or adapter["trained"] else "no"
         if agent.name in scripted:
-            folder, trained = f"none: {_code(scripted[agent.name])}", "no"
+            place, trained = f"none: {_code(scripted[agent.name])}", "no"
         own = f" {_markdown(bases.get(agent.name, ''))} |" if several else ""
-        rows.append(f"| {agent.name} |{own} {folder} | {trained} | {_markdown(agent.system_prompt or '(none)')} |")
+        rows.append(f"| {agent.name} |{own} {place} | {trained} | {_markdown(agent.system_prompt or '(none)')} |")
     return "\n".join(rows)
 
 

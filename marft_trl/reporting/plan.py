@@ -118,9 +118,8 @@ class Planner:
         plans = self._plans()
         lines = str(MemoryPlan.join(list(plans.values()))).splitlines()
         for agents, plan in plans.items() if len(plans) > 1 else ():
-            lines.append(
-                f"of the base of {agents}: {memory.readable(plan.base)}, {memory.readable(plan.total)} at once"
-            )
+            base, total = memory.readable(plan.base), memory.readable(plan.total)
+            lines.append(f"of the base of {agents}: {base}, {total} at once")
         if self._processes.is_base_sharded:
             sizes = self._shards()
             held, gathered = memory.readable(sizes.held), memory.readable(sizes.gathered)
@@ -290,10 +289,8 @@ class Planner:
             return len(observation.ids) - 1
         if request.requested_turn is not None:  # another program wrote the observation
             return 0
-        others = tuple(
-            replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen
-        )
-        (other,) = runner.observe([replace(request, seen=others, after=None)])
+        others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
+        (other,) = runner.observe([replace(request, seen=tuple(others), after=None)])
         (cluster, *_) = clusters([observation.ids, other.ids])
         return cluster.length if len(cluster.rows) > 1 else 0
 

@@ -26,7 +26,16 @@ from ..system.randomness import UserRandomness
 from ..system.redaction import without_secrets
 from ..system.run_metrics import AGENT_METRICS, length_metrics
 from . import evaluation
-from .transcripts import INDEX, Advantage, Transcript, html_page, log_traces, remove_old_completions, write_index
+from .transcripts import (
+    INDEX,
+    Advantage,
+    Transcript,
+    html_page,
+    log_traces,
+    remove_old_completions,
+    without_pixels,
+    write_index,
+)
 
 
 logger = get_logger(__name__)
@@ -217,9 +226,7 @@ class Reporter:
         for agent in self._agents:
             agent_turns = [turn for turn in turns if turn.agent == agent]
             if agent_turns:
-                lengths = length_metrics(
-                    [turn.tokens for turn in agent_turns], [turn.truncated for turn in agent_turns]
-                )
+                lengths = length_metrics([t.tokens for t in agent_turns], [t.truncated for t in agent_turns])
                 for name in lengths.keys() & AGENT_METRICS:
                     self._metrics.add(f"agents/{agent}/{name}", lengths[name])
             self._metrics.add(f"agents/{agent}/turns", len(agent_turns) / len(rollout.rewards))
@@ -285,9 +292,8 @@ class Reporter:
         metrics = evaluation.summarize(records, self._agents)
         means = evaluation.question_means(records, self._settings.group_size(training=False))
         self.question_means |= {f"{name}_{metric}": values for metric, values in means.items()}
-        rewards = torch.tensor(
-            [record["reward"] for record in records if record["reward"] is not None], dtype=torch.float64
-        )
+        known = [record["reward"] for record in records if record["reward"] is not None]
+        rewards = torch.tensor(known, dtype=torch.float64)
         self.evaluation_error = rewards.std().item() / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
         if self._games is not None:
             metrics |= self._games.metrics(record["played"] for record in records)
@@ -352,7 +358,8 @@ class Reporter:
                 columns |= {"earned": episode.earned[turn.index]} if any(episode.earned) else {}
                 columns |= {f"turn_reward/{name}": value for name, value in (own[turn.index] if own else {}).items()}
                 advantage = _mean(turn_advantages[turn.index]) if turn_advantages is not None else None
-                table.append(TableRow(turn.observation, turn.raw_text, rewards, advantage, columns))
+                shown = without_pixels(turn.observation) if turn.images else turn.observation
+                table.append(TableRow(shown, turn.raw_text, rewards, advantage, columns))
         self._episode_rewards += map(_to_float, rollout.rewards)
         self._table[mode] += self._processes.gather(table)
         self._transcripts += self._processes.gather(transcripts)
@@ -362,10 +369,7 @@ class Reporter:
         extra = self._state.take_user_columns()
         for column, values in extra.items():
             if column in TABLE_COLUMNS:
-                raise ValueError(
-                    f"`log_extra({column!r}, ...)` would overwrite a column of the completions table. Choose "
-                    "another name."
-                )
+                raise ValueError(f"`log_extra({column!r}, ...)` would overwrite a column of the table. Rename it.")
             if len(values) != expected:
                 raise ValueError(
                     f"`log_extra({column!r}, ...)` got {len(values)} values for {expected} completions. A reward "

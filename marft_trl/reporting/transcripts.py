@@ -13,12 +13,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from markupsafe import Markup
 
-from ..episodes.images import as_data_url, has_image, images_of
+from ..episodes.images import as_data_url, images_of, is_parts
 from ..episodes.records import Episode, Messages, Turn
 from ..system.files import write_atomically
 from ..system.redaction import printable
@@ -136,10 +136,16 @@ def messages_as_text(prompt: str | Messages) -> str:
 
 def _shown(content: Any) -> str:
     """A content as text, with the sizes of images in their places."""
-    if not has_image(content):
+    if not is_parts(content):
         return content or ""
-    texts = (part.get("text") or "[image {} x {}]".format(*part["image"].size) for part in content)
-    return "\n".join(texts)
+    return "\n".join(
+        part["text"] if part["type"] == "text" else "[image {} x {}]".format(*part["image"].size) for part in content
+    )
+
+
+def without_pixels(messages: str | Messages) -> str | Messages:
+    """Messages whose contents are texts, with the sizes of images in their places."""
+    return [{**message, "content": _shown(message.get("content"))} for message in cast(Messages, messages)]
 
 
 def _thumbnails(images: Sequence[Any]) -> tuple[str, ...]:

@@ -50,8 +50,7 @@ def boxed(text: str) -> str | None:
 
 def math_answer(text: str) -> str | None:
     """Answer of a text: the content of the last `\\boxed{}`, or else the last number, or else `None`."""
-    inside = boxed(text)
-    if inside is not None:
+    if (inside := boxed(text)) is not None:
         return inside
     numbers = _NUMBER.findall(text)
     return numbers[-1].replace(",", "") if numbers else None

@@ -90,10 +90,7 @@ class EndpointReply:
                             return self._read_reply(json.loads(content))
                         if 300 <= response.status < 400:  # the messages and the key are for nobody else
                             to = response.headers.get("Location", "nowhere")
-                            raise EndpointError(
-                                f"{self!r} redirects to {for_log(to, key)[:300]!r}. If this is intended, set "
-                                "`base_url`."
-                            )
+                            raise EndpointError(f"{self!r} redirects to {for_log(to, key)[:300]!r}. Set `base_url`.")
                         text = for_log(content[:4000].decode(errors="replace"), key)[:300]
                         why = f"status {response.status}: {text}"
                         if response.status not in _AGAIN:

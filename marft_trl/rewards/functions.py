@@ -84,8 +84,7 @@ def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: A
 def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
     """
     Make a reward function for planners: half of the reward for the plan, half for the episode's outcome. A plan of at
-    least `steps` steps (numbered or bulleted lines) gets its full half. A plan with fewer steps gets a proportional
-    part.
+    least `steps` steps (numbered or bulleted lines) gets its full half. Plans with fewer steps get a part of it.
 
     Args:
         outcome (`Callable`): reward function with TRL's signature. It scores the team's answer.

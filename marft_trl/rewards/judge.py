@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..episodes.images import as_json, text_of
 from .endpoint import EndpointReply, endpoint_reply
 
 
@@ -101,8 +102,7 @@ def judge_reward(
 
 def _refuse_unused(why: str, rubric: str | None, model: str | None, columns: Sequence[str], settings: dict) -> None:
     arguments = {"rubric": rubric, "model": model, "columns": columns, **settings}
-    unused = [name for name, value in arguments.items() if value or name in settings]
-    if unused:
+    if unused := [name for name, value in arguments.items() if value or name in settings]:
         raise TypeError(f"`{unused[0]}={arguments[unused[0]]!r}` has no effect, since {why}. Leave it out.")
 
 
@@ -125,15 +125,14 @@ class _Judge:
         self._has_warned = False
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        missing = [name for name in self._columns if name not in columns]
-        if missing:
+        if missing := [name for name in self._columns if name not in columns]:
             raise ValueError(f"`columns` of `judge_reward` has {missing[0]!r}, which is not a column of the dataset.")
         cases: dict[str, tuple[str, str, dict[str, Any]]] = {}
         keys = []
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             further = {name: columns[name][index] for name in self._columns}
             case = (_as_text(prompt), _as_text(completion), further)
-            keys.append(hashlib.sha256(json.dumps(case, default=str).encode("utf-8", "replace")).hexdigest())
+            keys.append(hashlib.sha256(json.dumps(case, default=as_json).encode("utf-8", "replace")).hexdigest())
             if keys[-1] not in self._known:
                 cases[keys[-1]] = case
         scores = await asyncio.gather(*[self._score(*case) for case in cases.values()])
@@ -179,4 +178,4 @@ def _as_number(text: str) -> float | None:
 def _as_text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in content)
+    return "\n\n".join(f"{message.get('role')}: {text_of(message.get('content'))}" for message in content)

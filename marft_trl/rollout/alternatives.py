@@ -69,11 +69,7 @@ class Alternatives:
         return chosen
 
     async def _returns(
-        self,
-        requests: Sequence[Request],
-        candidates: Sequence[list[Turn]],
-        turns: dict[int, list[Turn]],
-        key: tuple,
+        self, requests: Sequence[Request], candidates: Sequence[list[Turn]], turns: dict[int, list[Turn]], key: tuple
     ) -> dict[int, list[float]]:
         """Return of each candidate, by request: the mean reward of episodes completed from it, its own, or a mix."""
         jobs = [(index, place) for index in turns for place in range(len(turns[index]))]

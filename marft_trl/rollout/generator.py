@@ -35,8 +35,7 @@ def check_sampled(sampled: Sequence[SampledTurn], agents: Sequence[str], vocabul
             )
         if logps is not None and len(logps) != len(ids):
             raise ValueError(
-                f"The generator returned {len(logps)} log-probabilities for the {len(ids)} tokens of a turn of "
-                f"{agent!r}."
+                f"The generator made {len(logps)} log-probabilities for the {len(ids)} tokens of a turn of {agent!r}."
             )
 
 

@@ -195,8 +195,7 @@ def check_reward_functions(reward_funcs: Sequence, train_dataset, eval_dataset=N
     if not reward_funcs:
         raise ValueError(
             "No reward source provided. Pass `reward_funcs` (a function such as `trl.rewards.accuracy_reward`, a list "
-            "of functions, or a reward model), or an `environment_factory` whose environment defines a `get_reward` "
-            "method."
+            "of functions, or a reward model), or an `environment_factory` whose environment defines `get_reward`."
         )
     datasets = {"train_dataset": train_dataset, **named_sets(eval_dataset)}
     columns_of = {name: dataset.column_names for name, dataset in datasets.items()}
@@ -251,18 +250,15 @@ def _check_arguments(
     if missing and columns is not None:  # a stream may have any
         raise ValueError(
             f"The reward function `{get_callable_name(func)}` needs {missing}, but `{dataset}` has the columns "
-            f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
-            "give the argument a default value."
+            f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column, or give the argument a default."
         )
     parameters = _parameters(func)
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {parameter.name for parameter in parameters}
-    rejected = [name for name in _ALWAYS_PASSED if not takes_any and name not in accepted]
-    if rejected:
+    if rejected := [name for name in _ALWAYS_PASSED if not takes_any and name not in accepted]:
         raise ValueError(
             f"The reward function `{get_callable_name(func)}` does not accept `{rejected[0]}`, but the trainer passes "
-            f"{', '.join(_ALWAYS_PASSED)} and all columns of the dataset, as TRL does. Add `**kwargs` to its "
-            "arguments."
+            f"{', '.join(_ALWAYS_PASSED)} and all columns, as TRL does. Add `**kwargs` to its arguments."
         )
 
 
@@ -571,7 +567,8 @@ class RewardScorer:
 
 def as_row(episode: Episode) -> dict[str, Any]:
     columns = {"turns": list(episode.turns), "earned": sum(episode.earned, 0.0), "environments": episode.environment}
-    return {**episode.row, **columns}
+    # With the images of the row in the messages, as in TRL
+    return {**episode.row, "prompt": episode.prompt, **columns}
 
 
 def _turn_row(episode: Episode, turn: Turn) -> dict[str, Any]:

@@ -38,6 +38,10 @@ logger = get_logger(__name__)
 MIXED_ROWS = 16
 
 
+# Settings that name tokens of a model
+_TOKENS = ("_token_id", "suppress_tokens")
+
+
 class ModelEngine:
     """
     Runs `generate` of a model under its active adapter. `generation` has the settings that all agents share, and
@@ -53,7 +57,7 @@ class ModelEngine:
         of_agent: Callable[[Sampling], Mapping[str, Any]] = Sampling.as_generation_kwargs,
     ):
         self.model, self.tokenizer, self._of_agent = model, tokenizer, of_agent
-        self._tokens = {name: value for name, value in generation.items() if name.endswith("_token_id")}
+        self._tokens = {name: value for name, value in generation.items() if name.endswith(_TOKENS)}
         self._generation, self.autocast = dict(generation), autocast
         ends = self._generation.get("eos_token_id", tokenizer.eos_token_id)
         self.end_token_ids: list[int] = [ends] if isinstance(ends, int) else list(ends)

@@ -120,6 +120,7 @@ class TurnReader:
             observation.seen,
             observation=observation.content,
             prompt_ids=observation.ids,
+            images=tuple(observation.images),
             completion_ids=ids,
             raw_text=raw_text,
             tagged=raw_text if raw_text != text and self._reasoning.is_in(raw_text) else None,
@@ -155,6 +156,7 @@ class TurnReader:
             observation.seen,
             observation=observation.content,
             prompt_ids=observation.ids,
+            images=tuple(observation.images),
             completion_ids=ids,
             truncated=is_truncated,
         )

@@ -23,7 +23,7 @@ from ..adapters.manifest import BaseModel, FurtherBaseModel, hash_of_weights
 from ..config.marft_config import MARFTConfig
 from ..config.options import ALWAYS_UNUSED, INHERITED, collect_rules
 from ..config.team_setup import TeamSetup
-from ..episodes.images import digest_of, is_image
+from ..episodes.images import as_json
 from ..prompts.views import View
 from ..seams.libraries import installed_version
 from ..system.files import read_source
@@ -196,10 +196,6 @@ def _fixed(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool)) else None
 
 
-def _as_json(value: Any) -> str:
-    return digest_of(value) if is_image(value) else str(value)
-
-
 def dataset_hash(dataset: Any) -> dict[str, Any]:
     """Number of rows, columns and a hash of evenly spaced rows. Nothing is read from a stream."""
     if not isinstance(dataset, Dataset):
@@ -209,7 +205,7 @@ def dataset_hash(dataset: Any) -> dict[str, Any]:
     digest = hashlib.sha256()
     rows = dataset.with_format(None)
     for index in range(0, count, step):
-        digest.update(json.dumps(rows[index], sort_keys=True, default=_as_json).encode())
+        digest.update(json.dumps(rows[index], sort_keys=True, default=as_json).encode())
     return {"rows": count, "columns": sorted(dataset.column_names), "content": digest.hexdigest()[:16]}
 
 
@@ -233,8 +229,7 @@ def read_accepted(changes: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(changes, Mapping):
         raise TypeError(f"`resume_changes` must be a dictionary, got {type(changes).__name__}.")
-    other = next((key for key in changes if key != "accept"), None)
-    if other is not None:
+    if (other := next((key for key in changes if key != "accept"), None)) is not None:
         raise ValueError(
             f"`resume_changes` accepts the key 'accept'; got {other!r}.{did_you_mean(str(other), ['accept'])} A run "
             "resumes with the agents of its checkpoint; for a changed team, start a new run from the adapters of the "

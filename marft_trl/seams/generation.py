@@ -167,10 +167,7 @@ class TrlEngine:
         options: Mapping[str, Any],
         images: Callable[[torch.Tensor, Sequence[int]], dict[str, Any]] | None = None,
     ) -> list[list[int]]:
-        """
-        Sample a completion for each prompt, up to and including its end-of-sequence token. `images` gives the inputs
-        for token ids `(B, P)` with images.
-        """
+        """Sample completions up to and including their EOS token. `images` gives inputs for token ids `(B, P)`."""
         trainer, model = self._trainer, self.model
         config = GenerationConfig(**settings, disable_compile=True)
         generate = functools.partial(model.generate, **{"synced_gpus": False, **options})

@@ -98,8 +98,7 @@ def newer_than_tested() -> dict[str, str]:
 @functools.cache
 def warn_of_newer_versions() -> None:
     """Log one line, once in a process, if packages are newer than what the tests have run with."""
-    newer = [f"{name} {value} (tested up to {TESTED[name][1]})" for name, value in newer_than_tested().items()]
-    if newer:
+    if newer := [f"{name} {value} (tested up to {TESTED[name][1]})" for name, value in newer_than_tested().items()]:
         logger.warning(
             f"marft_trl has not been tested with {', '.join(newer)}. It is likely to work. If something fails, "
             "install the tested version and report it."

@@ -98,9 +98,7 @@ class MixedLora:
         if matrices is None:
             return result
         if self._which is None or x.dim() != 3 or x.size(0) != len(self._which):
-            raise RuntimeError(
-                f"A LoRA layer got an input of shape {tuple(x.shape)}, which does not fit the rows of the mixed pass."
-            )
+            raise RuntimeError(f"A LoRA input {tuple(x.shape)} does not fit the rows of the mixed pass.")
         down, up = matrices  # (K, in, r), (K, r, out)
         dropped = next(layer.lora_dropout[name] for name in self._names if name in layer.lora_A)(x)
         if not torch.is_autocast_enabled(x.device.type):
@@ -145,8 +143,7 @@ class MixedLora:
     @staticmethod
     def _pair(layer: Any, name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         down, up = layer.lora_A[name].weight.t(), layer.lora_B[name].weight.t() * layer.scaling[name]
-        missing = rank - down.size(1)
-        if missing:
+        if missing := rank - down.size(1):
             down, up = nn.functional.pad(down, (0, missing)), nn.functional.pad(up, (0, 0, 0, missing))
         return down, up
 

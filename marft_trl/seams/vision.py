@@ -17,15 +17,12 @@ from trl import GRPOTrainer
 # Results of processors that are not inputs of a pass
 _TOKENS = ("input_ids", "attention_mask")
 _MOST_PIECES = 1_000  # whose tokens are kept
-# Image inputs that TRL's pass cuts for micro-batches; it would drop others without an error
+# Arguments of TRL's pass. It cuts those of images for its micro-batches
 _PASSED = frozenset(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
 
 class ImageProcessor:
-    """
-    What a processor makes of images: tokens of template text with places for images, and inputs of the model. Images
-    of the same size have the same tokens.
-    """
+    """Tokens of template text with places for images, and inputs of the model. Images of a size have equal tokens."""
 
     def __init__(self, processor: ProcessorMixin):
         self.processor, self._ids = processor, dict[Any, list[int]]()
@@ -41,7 +38,11 @@ class ImageProcessor:
         if key not in self._ids:
             if len(self._ids) >= _MOST_PIECES:
                 self._ids.clear()
-            inputs = self.processor(text=[text], images=[list(images)], add_special_tokens=False)
+            try:
+                inputs = self.processor(text=[text], images=[list(images)], add_special_tokens=False)
+            except Exception as error:  # such as a shape that a family does not take
+                sizes = ", ".join("{} x {}".format(*image.size) for image in images)
+                raise ValueError(f"The processor cannot take images of {sizes} pixels: {error}") from error
             self._ids[key] = [int(token) for token in inputs["input_ids"][0]]
         return self._ids[key]
 
@@ -94,10 +95,7 @@ def as_tokenizer(processing_class: Any) -> Any:
 
 
 def without_vision(config: PeftConfig, model: PreTrainedModel) -> PeftConfig:
-    """
-    Leave modules outside of the language model out of `target_modules="all-linear"`, for which PEFT (0.21) takes all
-    linear layers. Other targets name modules themselves.
-    """
+    """Leave modules outside of the language model out of `"all-linear"`, with which PEFT (0.21) would adapt all."""
     text_model = getattr(model, "get_decoder", lambda: None)()
     if getattr(config, "target_modules", None) != "all-linear" or config.exclude_modules is not None:
         return config

@@ -122,8 +122,7 @@ def _run_in_step_context(function: Callable[[], Any], step_context: StepContext 
 def give_up(lane: Lane) -> None:
     """Abandon the function that is running in a lane: the next function gets a new thread."""
     _IN_THREAD.pop(asyncio.get_running_loop(), None)
-    worker = _WORKERS.get(asyncio.get_running_loop(), {}).pop(lane, None)
-    if worker is not None:
+    if (worker := _WORKERS.get(asyncio.get_running_loop(), {}).pop(lane, None)) is not None:
         worker.end()
 
 

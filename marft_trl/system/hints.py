@@ -58,8 +58,7 @@ def checked_names(
         needed = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 
         def check(kwargs: Mapping[str, Any]) -> None:
-            unknown = next((name for name in kwargs if name not in known), None)
-            if unknown is not None:
+            if (unknown := next((name for name in kwargs if name not in known), None)) is not None:
                 meant = _ALSO_CALLED.get(unknown)
                 hint = f" {elsewhere[unknown]}" if elsewhere and unknown in elsewhere else ""
                 hint = hint or (f" Did you mean {meant!r}?" if meant in known else did_you_mean(unknown, known))

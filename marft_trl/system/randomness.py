@@ -52,9 +52,8 @@ class UserState:
         for name, owner in self._objects.items():
             if name not in state:
                 raise ValueError(
-                    f"The checkpoint has no state of {name}, which has `load_state_dict`: the checkpoint was written "
-                    "before the object had this method. Start a new run from the adapters of the checkpoint "
-                    "(`load_adapters`)."
+                    f"The checkpoint has no state of {name}, which has `load_state_dict`: it was written before the "
+                    "object had this method. Start a new run from the adapters of the checkpoint (`load_adapters`)."
                 )
             try:
                 owner.load_state_dict(state[name])
@@ -63,8 +62,7 @@ class UserState:
                     f"`load_state_dict` of {name} failed on the state in the checkpoint: {type(error).__name__}: "
                     f"{error}"
                 ) from error
-        unknown = sorted(state.keys() - self._objects.keys())
-        if unknown:
+        if unknown := sorted(state.keys() - self._objects.keys()):
             raise ValueError(
                 f"The checkpoint has the state of {', '.join(unknown)}, but no object of this run loads it: an object "
                 "was moved or removed, or lost its `load_state_dict`. Resume with the same objects."

@@ -134,8 +134,7 @@ def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator
     has caught the interruption. `message(where)` makes the error message from the function that was running.
 
     Code that cannot be interrupted, because it neither returns to the interpreter nor waits for the system, ends the
-    process with code 124 and a traceback of all threads. A limit around another one does not count the time of the
-    inner one.
+    process with code 124 and a traceback of all threads. A limit around another one does not count its time.
     """
     if seconds is None:
         yield None

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
 
-from ..episodes.images import as_parts, digest_of, images_of, is_image
+from ..episodes.images import as_json, as_parts, images_of
 from ..episodes.records import Episode, Turn
 from ..system.hints import did_you_mean
 from .events import check_count
@@ -37,7 +38,7 @@ def to_dataset(
     names = [agent] if agent is not None else list(agents)
     groups: dict[str, list[int]] = {}
     for index, episode in enumerate(episodes):
-        groups.setdefault(_key(episode.row), []).append(index)
+        groups.setdefault(json.dumps(episode.row, sort_keys=True, default=as_json), []).append(index)
     rows: list[dict[str, Any]] = []
     for indices in groups.values():
         if kind == "dpo":
@@ -65,14 +66,6 @@ def to_dataset(
     if template:
         rows = [{**row, "chat_template_kwargs": dict(template)} for row in rows]
     return Dataset.from_list(rows)
-
-
-def _key(row: dict[str, Any]) -> str:
-    """What is equal for samples of one row. The `repr` of an image has its address."""
-    shown = {name: digest_of(entry) if is_image(entry) else entry for name, entry in row.items()}
-    if isinstance(images := row.get("images"), list):
-        shown["images"] = [digest_of(image) if is_image(image) else image for image in images]
-    return repr(shown)
 
 
 def _is_messages(value: Any) -> bool:

@@ -42,9 +42,7 @@ def questions(
         raise ValueError("`greedy=True` and `sampling` were both passed. Leave one of them out.")
     is_single = prompts is None or isinstance(prompts, (str, Mapping))
     if is_single or (len(prompts) and is_conversational({"prompt": prompts})):
-        raise TypeError(
-            "`prompts` must be a list of prompts. For a single prompt, pass `[prompt]`, or call `team(prompt)`."
-        )
+        raise TypeError("`prompts` must be a list of prompts. For one, pass `[prompt]`, or call `team(prompt)`.")
     if not len(prompts):
         raise ValueError("`prompts` is empty. Pass at least one prompt.")
     prompts = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
@@ -66,8 +64,7 @@ def single_question(question: Any, images: Sequence[Any], where: str) -> Any:
     if not isinstance(question, (str, Mapping)) and not (question and is_conversational({"prompt": question})):
         raise TypeError(
             f"`{where}` answers one question, a string or a list of messages, got {str(question)[:80]}. For several "
-            "questions, use `team.run(questions)`, which returns an episode for each question, with the answer in "
-            "`episode.answer.text`."
+            "questions, use `team.run(questions)`, whose episodes have their answers in `episode.answer.text`."
         )
     if not images:
         return question

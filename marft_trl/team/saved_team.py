@@ -79,15 +79,12 @@ def resolve_views(inference: Inference, view: View | Mapping[str, View] | None) 
     needed: dict[str | None, str] = dict(inference.agent_views.items())
     if inference.view is not None:
         needed[None] = inference.view
-    unknown = [agent for agent in views if agent not in needed]
-    if unknown:
+    if unknown := [agent for agent in views if agent not in needed]:
         owner = "the team" if unknown[0] is None else f"agent {unknown[0]!r}"
         raise ValueError(
-            f"`view=` has a function for {owner}, which had no view in training (views in training: "
-            f"{needed or 'none'})."
+            f"`view=` has a function for {owner}, which had no view in training (views: {needed or 'none'})."
         )
-    missing = [agent for agent in needed if agent not in views]
-    if missing:
+    if missing := [agent for agent in needed if agent not in views]:
         owner = f"Agent {missing[0]!r}" if missing[0] is not None else "The team"
         argument = "`view={'" + missing[0] + "': ...}`" if missing[0] is not None else "`view=`"
         raise ValueError(f"{owner} was trained with the view `{needed[missing[0]]}`. Pass it as {argument}.")
@@ -98,12 +95,10 @@ def attach_functions(
     agents: Sequence[AgentSpec], inference: Inference, tools: Sequence[Callable], views: Mapping[str | None, View]
 ) -> list[AgentSpec]:
     by_name = {tool_name(tool): tool for tool in as_tools(tools, "the team")}
-    unused = sorted(set(by_name) - {tool for needed in inference.tools.values() for tool in needed})
-    if unused:
+    if unused := sorted(set(by_name) - {tool for needed in inference.tools.values() for tool in needed}):
         raise ValueError(f"`tools=` has {unused[0]!r}, which no agent of the team was trained with. Leave it out.")
     for name, needed in inference.tools.items():
-        missing = [tool for tool in needed if tool not in by_name]
-        if missing:
+        if missing := [tool for tool in needed if tool not in by_name]:
             raise ValueError(
                 f"Agent {name!r} was trained with the tools {', '.join(map(repr, needed))}, but {missing[0]!r} is not "
                 "in `tools=`. Add it."
@@ -124,11 +119,9 @@ def attach_replies(
     """Return the agents, with turns written by the functions in `replies` instead of the model."""
     if not isinstance(replies, Mapping):
         raise TypeError(f"`replies` must map agent names to functions, got {type(replies).__name__}.")
-    unknown = sorted(set(replies) - {agent.name for agent in agents})
-    if unknown:
+    if unknown := sorted(set(replies) - {agent.name for agent in agents}):
         raise ValueError(f"`replies=` has a function for {unknown[0]!r}, which is not an agent of the team.")
-    missing = sorted(set(inference.replies) - set(replies))
-    if missing:
+    if missing := sorted(set(inference.replies) - set(replies)):
         raise ValueError(
             f"The function `{inference.replies[missing[0]]}` wrote the turns of agent {missing[0]!r} in training. "
             f"Pass it, or another function, as `replies={{{missing[0]!r}: ...}}`."
@@ -159,12 +152,7 @@ def load_processing_class(folder: Path) -> PreTrainedTokenizerBase | ProcessorMi
 
 
 def load_base(
-    manifest: TeamManifest,
-    base: BaseModel,
-    folder: Path,
-    model: Any,
-    quantization_config: Any,
-    device: torch.device,
+    manifest: TeamManifest, base: BaseModel, folder: Path, model: Any, quantization_config: Any, device: torch.device
 ) -> PreTrainedModel:
     """Load a base of a team. `folder` has its weights if it is trained itself."""
     has_adapters = bool(manifest.adapters_on(base))
@@ -181,10 +169,7 @@ def load_base(
         keep_4bit_weights(model)
         return model
     if model is not None and not isinstance(model, (str, os.PathLike)):
-        raise TypeError(
-            f"`model` must be the name or folder of a base model, or a `PreTrainedModel` without adapters, got "
-            f"{type(model).__name__}."
-        )
+        raise TypeError(f"`model` must be a name, a folder or a model without adapters, got {type(model).__name__}.")
     # If `trust_remote_code` were not set, transformers would ask the user
     options: dict[str, Any] = {"trust_remote_code": False, **device_map_kwargs(device)}
     if model is None and not has_adapters:
@@ -314,8 +299,11 @@ class SavedTeam:
     ) -> Speaker:
         inference, model, tokenizer = self.manifest.inference, base.model, base.tokenizer
         settings = make_generate_settings(inference, model, tokenizer, is_first=base is self.bases[0])
-        processor = base.processing_class
-        images = ImageProcessor(processor) if isinstance(processor, ProcessorMixin) else None
+        processor, images = base.processing_class, None
+        if isinstance(processor, ProcessorMixin):
+            settings.pop("suppress_tokens", None)
+            if base.servers is None:  # which get no images
+                images, settings["suppress_tokens"] = ImageProcessor(processor), [model.config.image_token_id]
         # With adapters, generation is not inside of autocast
         half = None if isinstance(model, PeftModel) else HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, settings, half)
@@ -437,7 +425,7 @@ def make_generate_settings(
     the first base unless the model `is_first`.
     """
     known = (model.generation_config.to_dict().keys() | {"do_sample"}) - _EXCLUDED_SETTINGS
-    known = known if is_first else {name for name in known if not name.endswith("_token_id")}
+    known = known if is_first else {name for name in known if not name.endswith(("_token_id", "suppress_tokens"))}
     settings = {name: value for name, value in inference.generation.items() if name in known}
     ends = find_end_tokens(model, tokenizer)
     return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends, **settings}

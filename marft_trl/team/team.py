@@ -356,8 +356,13 @@ class Team(NearNames):
             self._live = LiveTeam(self._runner, generator)
         return self._live
 
+    @property
+    def sees_images(self) -> bool:
+        """`True` if any agent sees images."""
+        return self._runner.sees_images
+
     def _single(self, question: Any, images: Sequence[Any], where: str) -> Any:
-        if images and not self._runner.sees_images:
+        if images and not self.sees_images:
             raise ValueError(
                 f"`{where}` got images, but no agent of the team sees images: their models take text alone, or they "
                 "have `sees_images=False`. Leave `images` out."

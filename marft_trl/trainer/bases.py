@@ -202,10 +202,7 @@ def load(
 
 
 def check_images(bases: Sequence[Base], args: MARFTConfig, datasets: Mapping[str, Any], is_sharded: bool) -> None:
-    """
-    Raise a `ValueError` for settings that do not support agents that see images, and for data sets with images that
-    cannot be read or that no agent sees.
-    """
+    """Raise a `ValueError` for settings that do not support images, and data sets with images that no agent sees."""
     sees_images = any(base.images is not None and any(agent.sees_images for agent in base.agents) for base in bases)
     refused = {
         "`use_vllm=True` does not send images to servers; leave it out": args.use_vllm,

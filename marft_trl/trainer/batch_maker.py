@@ -11,8 +11,6 @@ import torch
 
 from ..algorithms.rows import Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
-from ..episodes.images import images_of
-from ..episodes.records import Messages
 from ..learning.adapter_updates import Schedule
 from ..learning.advantages import Estimated, Estimator
 from ..learning.batching import (
@@ -40,8 +38,7 @@ if TYPE_CHECKING:
 
 
 _WEIGHTS_ADVICE = (
-    "The weights have probably diverged or overflowed in the precision of the run. Resume from an earlier checkpoint "
-    "with a lower learning rate."
+    "The weights have probably diverged or overflowed. Resume from an earlier checkpoint with a lower learning rate."
 )
 _ADVANTAGES_ADVICE = "Check the magnitude of the rewards and of the critic's values, and the setting `scale_rewards`."
 _MODEL_OUTPUT_ADVICE = dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "old_values"), _WEIGHTS_ADVICE)
@@ -170,7 +167,7 @@ class BatchMaker:
                         words=max(len(turn.text.split()), 1),
                         critic=self._critic.get_part(turn.agent) if self._critic is not None else None,
                         sampled_by=turn.sampled_by,
-                        images=images_of(turn.observation) if _has_parts(turn.observation) else (),
+                        images=turn.images,
                         **({field: torch.tensor(turn.logps, dtype=torch.float32)} if has_logps else {}),
                     )
                 )
@@ -221,7 +218,3 @@ def advantages_by_turn(rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[
         advantages = [rows.pop(0).advantage if rows else None for rows in found]
         by_turn.append([item.tolist() if isinstance(item, torch.Tensor) else item for item in advantages])
     return by_turn
-
-
-def _has_parts(observation: str | Messages) -> bool:
-    return not isinstance(observation, str) and any(isinstance(item.get("content"), list) for item in observation)

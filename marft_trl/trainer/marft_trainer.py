@@ -33,12 +33,7 @@ from ..runs.checkpoints import raise_failed_push
 from ..seams import runs
 from ..seams.libraries import get_logger, hush, warn_of_newer_versions
 from ..seams.sharding import as_if_not_sharded
-from ..seams.trl import (
-    configure_grpo_trainer,
-    constructing_grpo_trainer,
-    prepare_further_model,
-    without_printed_table,
-)
+from ..seams.trl import configure_grpo_trainer, constructing_grpo_trainer, prepare_further_model, without_printed_table
 from ..system.hints import checked_names
 from ..system.redaction import published
 from ..team import Team

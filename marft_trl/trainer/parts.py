@@ -107,11 +107,7 @@ class Parts:
     @functools.cached_property
     def planner(self) -> Planner:
         return Planner(
-            self._team,
-            self._context,
-            self.runner,
-            self.batchers,
-            train_dataset=lambda: self._trainer.train_dataset,
+            self._team, self._context, self.runner, self.batchers, train_dataset=lambda: self._trainer.train_dataset
         )
 
     def _make_scoring(self) -> None:
@@ -174,9 +170,7 @@ class Parts:
         functions = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
         self._users = UserState(setup.user_objects(functions, code.turn_rewards, team.workflow, team.agents))
         limits = EpisodeLimits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns)
-        runner = EpisodeRunner(
-            team.agents, team.workflow, speaker, self._randomness, limits, users=self._users, seed=args.seed
-        )
+        runner = EpisodeRunner(team.agents, team.workflow, speaker, self._randomness, limits, self._users, args.seed)
         self.runner = runner.changed(RunMode(trains=True))
 
     def _other_devices(self) -> list[torch.device]:
@@ -228,6 +222,8 @@ class Parts:
         if base is not self._bases[0]:
             tokens = {name: getattr(base.tokenizer, name) for name in ("pad_token_id", "bos_token_id")}
             tokens["eos_token_id"] = end_token_ids
+            if any(other.images for other in self._bases):  # TRL's are the first base's
+                tokens["suppress_tokens"] = [base.model.config.image_token_id] if base.images else None
             half = HALF.get(trainer.accelerator.mixed_precision)
             calls = ModelEngine(base.model, base.tokenizer, tokens, half, calls.settings)
         is_exact = passes.sample_what_they_score()
@@ -328,11 +324,9 @@ class Parts:
         self.evaluations = EvaluationOptions(run, team.names, self.reporter, self.collapse)
 
     def _make_batch_maker(self) -> None:
-        run, self._sampling = self._context, None
+        trainer, run, self._sampling = self._trainer, self._context, None
         if self._args.dynamic_sampling:
-            self._sampling = DynamicSampling(
-                run, self.rollouts, lambda: self._trainer.train_dataset, self._own_returns
-            )
+            self._sampling = DynamicSampling(run, self.rollouts, lambda: trainer.train_dataset, self._own_returns)
         has_kl = run.settings.beta != 0.0
         self.batch_maker = BatchMaker(
             self._team,
@@ -349,7 +343,7 @@ class Parts:
 
     def _make_checkpoints(self) -> None:
         """The state of a resumed run, and the files of the team."""
-        trainer, team, args = self._trainer, self._team, self._args
+        trainer, team, run, args = self._trainer, self._team, self._context, self._args
         owners: dict[str, Stateful | None] = {
             "user_randomness": self._randomness,
             "rollouts": self.rollouts,
@@ -372,9 +366,8 @@ class Parts:
         first, *others = self._bases
         template = trainer.chat_template or first.tokenizer.chat_template
         describe = functools.partial(describe_base, first.language_model, first.tokenizer, template, revision=revision)
-        further = {
-            base: base.describe(self.runner.prompts.for_agent(base.names[0]).template.source) for base in others
-        }
+        prompts_of = self.runner.prompts.for_agent
+        further = {base: base.describe(prompts_of(base.names[0]).template.source) for base in others}
         settings = RunSettings(
             team,
             args,
@@ -387,14 +380,7 @@ class Parts:
             num_processes=self.processes.count,
         )
         self.checkpoints = Checkpoints(
-            team,
-            self._context,
-            stateful,
-            self._schedule,
-            self._other_devices(),
-            trainer.ref_model,
-            settings,
-            self._best,
+            team, run, stateful, self._schedule, self._other_devices(), trainer.ref_model, settings, self._best
         )
         is_lora = [isinstance(base.model, PeftModel) for base in self._bases]
         inference = {

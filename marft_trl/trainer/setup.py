@@ -89,9 +89,7 @@ def load_processing_class(
                 "has no vocabulary. Pass `processing_class=AutoTokenizer.from_pretrained(...)`."
             )
     if not isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
-        raise TypeError(
-            f"`processing_class` must be a tokenizer or a processor, got {type(processing_class).__name__}."
-        )
+        raise TypeError(f"`processing_class` must be a tokenizer or processor, got {type(processing_class).__name__}.")
     if isinstance(processing_class, ProcessorMixin) and getattr(processing_class, "image_token", None) is None:
         raise ValueError(
             f"The processor {type(processing_class).__name__} is not that of a vision-language model: it has no "
@@ -110,8 +108,7 @@ def _warn_of_lone_process(world_size: int) -> None:
     an error. `accelerate launch` (1.15) does so for `distributed_type: MULTI_CPU` and `--cpu` without MPI.
     """
     counts = {name: os.environ[name] for name in _COUNTS if os.environ.get(name, "").isdigit()}
-    more = {name: count for name, count in counts.items() if int(count) > world_size}
-    if more:
+    if more := {name: count for name, count in counts.items() if int(count) > world_size}:
         why = f"the launcher reports {', '.join(f'{name}={count}' for name, count in more.items())}"
     elif world_size == 1 and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         why = "the launcher has set MASTER_PORT, as for several processes, and no WORLD_SIZE"
@@ -149,8 +146,7 @@ def make_engines(args: MARFTConfig, agents: Mapping[Any, Sequence[AgentSpec]]) -
 
 def named_apart(names: Sequence[str]) -> list[str]:
     """Return the names of reward functions for metrics. Repeated names get a number, with a warning."""
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
         logger.warning(
             f"Several reward functions have the name {', '.join(map(repr, repeated))}. Their metrics are "
             f"{', '.join(f'`rewards/{name}`' for name in unique_names(names))}, in the order of `reward_funcs`. Give "
@@ -196,14 +192,9 @@ def choose_workflow(
 ) -> Workflow:
     """Return the workflow, checked: `workflow`, an `EnvironmentLoop` if there is an environment, or else a chain."""
     if rollout_func is not None:
-        raise ValueError(
-            "`rollout_func` is not supported by MARFTTrainer. Write a workflow and pass it as `workflow=`."
-        )
+        raise ValueError("`rollout_func` is not supported by MARFTTrainer. Pass a workflow as `workflow=`.")
     if environment_factory is not None and workflow is not None:
-        raise ValueError(
-            "`workflow` and `environment_factory` were both passed. Pass only "
-            "`workflow=EnvironmentLoop(environment_factory, ...)`."
-        )
+        raise ValueError("`workflow` and `environment_factory` were both passed. Leave one of them out.")
     if isinstance(environment_factory, Mapping):  # as in TRL, rows choose among several by a column
         workflow = ByColumn({name: EnvironmentLoop(factory) for name, factory in environment_factory.items()})
     elif environment_factory is not None:
@@ -227,9 +218,8 @@ def prepare_datasets(args: MARFTConfig, workflow: Workflow, train_dataset: Any, 
     if train_dataset is None and isinstance(workflow, EnvironmentLoop):
         if args.max_steps <= 0:
             raise ValueError(
-                "When training without a `train_dataset` (the environment owns the data and returns the prompt from "
-                "`reset()`), `max_steps` must be set to a positive value to define the training length. Set it via "
-                "`MARFTConfig(max_steps=...)`."
+                "When training without a `train_dataset` (the environment returns the prompt from `reset()`), "
+                "`max_steps` must be set to a positive value. Set it via `MARFTConfig(max_steps=...)`."
             )
         # As in `GRPOTrainer` (1.16). The environment gives the prompts, so any number of rows would do
         train_dataset = Dataset.from_dict({"prompt": [PLACEHOLDER] * prompts_per_generation})
@@ -296,8 +286,7 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
     if not own.startswith(tuple(names)):
         raise ValueError(
             f"`metric_for_best_model={metric!r}` is not a metric of the evaluation sets "
-            f"{', '.join(map(repr, eval_dataset))}: each metric starts with the name of a set. Set e.g. "
-            f"{names[0] + own!r}."
+            f"{', '.join(map(repr, eval_dataset))}: each starts with the name of a set. Set e.g. {names[0] + own!r}."
         )
 
 
@@ -460,8 +449,7 @@ def check_learning(args: MARFTConfig, base: PreTrainedModel | PeftModel, shardin
     if args.cast_lm_head_to_fp32 and has_adapters and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
             "`cast_lm_head_to_fp32=True` does not support adapters on a base with tied embeddings "
-            "(`tie_word_embeddings`): GRPOTrainer cannot cast the LM head alone. Leave it out, or load the base in "
-            "float32."
+            "(`tie_word_embeddings`), whose head cannot be cast alone. Leave it out, or load the base in float32."
         )
 
 
@@ -517,10 +505,7 @@ def load_base(
                 "`quantization_config` will be ignored."
             )
     else:
-        raise TypeError(
-            f"`model` must be the name or folder of a model, a `PreTrainedModel` or a `PeftModel`, got "
-            f"{type(model).__name__}."
-        )
+        raise TypeError(f"`model` must be the name or folder of a model, or a model, got {type(model).__name__}.")
     keep_4bit_weights(base)
     _warn_of_generation_config(base, args)
     restrict_to_one_device(args, base)
@@ -549,8 +534,7 @@ def _load_by_name(
         model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
     elif "device_map" not in model_init_kwargs:
         model_init_kwargs |= device_map_kwargs(args.device)
-    dtype = choose_dtype(args, is_frozen, model_init_kwargs)
-    if dtype is not None:
+    if (dtype := choose_dtype(args, is_frozen, model_init_kwargs)) is not None:
         model_init_kwargs["dtype"] = dtype
         if "quantization_config" in model_init_kwargs:
             model_init_kwargs["quantization_config"] = computing_in(model_init_kwargs["quantization_config"], dtype)

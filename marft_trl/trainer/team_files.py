@@ -51,10 +51,8 @@ class TeamFiles:
         self._team, self._trainer, self._args, self._runner = team, trainer, trainer.args, runner
         self._base, self._draw_workflow, self._inference = base, draw_workflow, without_secrets(dict(inference))
         self._adapters = [name for name in team.policies.names if team.policies.is_lora(name)]
-        models = (trainer.model, *team.policies.further)
-        self._configs = {
-            name: config for model in models for name, config in getattr(model, "peft_config", {}).items()
-        }
+        configs = (getattr(model, "peft_config", {}) for model in (trainer.model, *team.policies.further))
+        self._configs = {name: config for by_name in configs for name, config in by_name.items()}
 
     def manifest(self) -> TeamManifest:
         agents, trained = self._team.agents, self._team.policies.trained

@@ -90,8 +90,7 @@ class Workflow(ABC):
         Raises:
             ValueError: the workflow names an agent that the team does not have.
         """
-        unknown = [name for name in self.named_agents() if name not in agents]
-        if unknown:
+        if unknown := [name for name in self.named_agents() if name not in agents]:
             where = f"The workflow `{type(self).__name__}`"
             raise ValueError(" ".join(unknown_agent(name, agents, where) for name in unknown))
 
@@ -128,8 +127,7 @@ class Workflow(ABC):
         """
         Return the links of the flowchart drawn by [`mermaid`], as pairs `(shown, sees)` of node names. The default
         runs the workflow with empty turns and omits links that follow from other links. A node is an agent, with a
-        number if it has several turns. For a loop that does not end by itself, agents are not numbered, and links can
-        lead back.
+        number if it has several turns. For a loop without an end, agents are not numbered, and links can lead back.
         """
         left = _LONGEST_PICTURE
 
@@ -179,9 +177,7 @@ class Workflow(ABC):
             environment_factory (`Callable`, *optional*): function that creates environments.
         """
         if environment_factory is not None:
-            raise ValueError(
-                f"`environment_factory` was passed, but the workflow `{cls.__name__}` of the team has no environment."
-            )
+            raise ValueError(f"`environment_factory` was passed, but the team's `{cls.__name__}` has no environment.")
         return cls(**arguments)
 
     @property
@@ -212,11 +208,8 @@ def rebuild(
     kind = _ready_made().get(name)
     if kind is None:
         raise ValueError(f"The workflow `{name}` of the team is custom code. Pass it as `workflow=`.")
-    function = description.get("approves_function") or description.get("vote_function")
-    if function:
-        raise ValueError(
-            f"The workflow `{name}` of the team calls the function `{function}`. Pass the workflow as `workflow=`."
-        )
+    if function := description.get("approves_function") or description.get("vote_function"):
+        raise ValueError(f"The workflow `{name}` of the team calls the function `{function}`. Pass it as `workflow=`.")
     arguments = {key: value for key, value in description.items() if key != "class" and value is not None}
     check_fields(arguments, kind.described, f"The workflow `{name}` of the team")
     try:

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from ..episodes.images import is_image, is_parts
+from ..episodes.images import is_parts, may_have_images
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Feedback, Seen, Turn, unknown_agent
-from ..system.hints import did_you_mean
+from ..system.hints import brief, did_you_mean
 from .base import SPEAKER_PATTERN, Workflow, callable_name, check_count, check_names, together
 
 
@@ -79,14 +79,12 @@ class EnvironmentLoop(Workflow):
         shows (`str`, *optional*, defaults to `"all"`):
             Whose turns agents are shown: those of `"all"` agents, or each its `"own"`. They see feedback either way.
         side_by_side (`bool`, *optional*, defaults to `False`):
-            Whether to run the turns of a round in parallel. The agents then do not see one another's turns of this
-            round.
+            Whether to run the turns of a round in parallel. Agents then do not see one another's turns of the round.
         source (`str`, *optional*, defaults to `"environment"`):
             Name of the environment that agents are shown with its feedback.
         tools (`Sequence[str]` or `Mapping[str, Sequence[str]]`, *optional*):
             Names of the methods that agents may call as tools, for all agents or by agent name. Defaults to all public
-            methods if the environment has no `step`, and to none otherwise. An agent with `AgentSpec(tools=[])` has
-            none.
+            methods if the environment has no `step`, else to none. An agent with `AgentSpec(tools=[])` has none.
     """
 
     described = {
@@ -254,9 +252,7 @@ class EnvironmentLoop(Workflow):
     def check(self, agents: Sequence[str]) -> None:
         super().check(agents)
         if self.source in agents:
-            raise ValueError(
-                f"The `source` {self.source!r} of the environment is also the name of an agent. Set another `source=`."
-            )
+            raise ValueError(f"`source` {self.source!r} of the environment is also the name of an agent. Change it.")
 
     def named_agents(self) -> list[str]:
         return list(dict.fromkeys([*(self.agents or []), *(self._tools_by_agent or {})]))
@@ -299,10 +295,8 @@ def _takes(function: Callable, name: str) -> bool:
 
 def _check_choice(name: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
-        raise ValueError(
-            f"`{name}` of `EnvironmentLoop` must be {' or '.join(map(repr, known))}, got {value!r}."
-            f"{did_you_mean(value, known)}"
-        )
+        expected = " or ".join(map(repr, known))
+        raise ValueError(f"`{name}` must be {expected}, got {value!r}.{did_you_mean(value, known)}")
     return value
 
 
@@ -339,8 +333,13 @@ def _checked(outcome: Any, environment: Any, number: int) -> tuple[Any, Any, boo
     if not isinstance(outcome, (tuple, list)) or len(outcome) != 3:
         raise TypeError(f"{where} must return feedback, reward and done, got {outcome!r}.")
     feedback, reward, is_done = outcome
-    if not (feedback is None or isinstance(feedback, (str, Mapping)) or is_parts(feedback) or is_image(feedback)):
-        raise TypeError(f"{where} must return a string, strings by agent name, or None as feedback, got {feedback!r}.")
+    if not (
+        feedback is None or isinstance(feedback, (str, Mapping)) or is_parts(feedback) or may_have_images(feedback)
+    ):
+        raise TypeError(
+            f"{where} must return a string, an image, parts, a mapping of them by agent name, or None as feedback, "
+            f"got {brief(repr(feedback), 200)}."
+        )
     if reward is None or reward == {}:
         raise TypeError(f"{where} returned {reward!r} as reward. Return 0.0 for no reward.")
     if not isinstance(is_done, bool) and type(is_done).__name__ not in ("bool_", "bool"):  # NumPy's

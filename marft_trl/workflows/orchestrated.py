@@ -133,9 +133,7 @@ class Orchestrated(Workflow):
         super().check(agents)
         known = self._callable(agents)
         if not known:
-            raise ValueError(
-                f"`Orchestrated` needs an agent that {self.orchestrator!r} can call, but the team has no other agent."
-            )
+            raise ValueError(f"`Orchestrated` needs an agent that {self.orchestrator!r} can call, but has no other.")
         if self.fallback != "finish" and self.fallback not in known:
             raise ValueError(
                 f"`fallback` of `Orchestrated` must be 'finish' or an agent that {self.orchestrator!r} can call "

@@ -77,12 +77,8 @@ class Graph(Workflow):
         self.sees = {node: _names(node, others) for node, others in _mapping("sees", sees).items()}
         self.agents = {node: node for node in self.sees} | dict(_mapping("agents", agents or {}))
         sinks = [node for node in self.sees if not any(node in others for others in self.sees.values())]
-        problems = [
-            *self._unknown_nodes(),
-            *self._repeated(),
-            *_cycles(self.sees),
-            *self._answer_problems(answer, sinks),
-        ]
+        problems = [*self._unknown_nodes(), *self._repeated(), *_cycles(self.sees)]
+        problems += self._answer_problems(answer, sinks)
         if problems:
             raise ValueError("`Graph` cannot run:\n" + "\n".join(f"- {problem}" for problem in problems))
         self.answer = answer if answer is not None else sinks[0]
@@ -101,8 +97,7 @@ class Graph(Workflow):
         return await episode.turn(self.agents[node], sees=seen)
 
     def check(self, agents: Sequence[str]) -> None:
-        unknown = [(node, agent) for node, agent in self.agents.items() if agent not in agents]
-        if unknown:
+        if unknown := [(node, agent) for node, agent in self.agents.items() if agent not in agents]:
             where = "The node {!r} of `Graph`"
             raise ValueError("\n".join(unknown_agent(agent, agents, where.format(node)) for node, agent in unknown))
 
@@ -149,8 +144,7 @@ class Graph(Workflow):
 def _mapping(name: str, value: object) -> Mapping:
     if not isinstance(value, Mapping):
         raise TypeError(f"`{name}` of `Graph` must be a mapping, got {value!r}.")
-    wrong = [key for key in value if not isinstance(key, str)]
-    if wrong:
+    if wrong := [key for key in value if not isinstance(key, str)]:
         raise TypeError(f"Node names of `Graph` must be strings, but `{name}` has {wrong[0]!r}.")
     return value
 
@@ -171,11 +165,8 @@ def _cycles(sees: Mapping[str, Sequence[str]]) -> list[str]:
         except graphlib.CycleError as error:
             cycle = error.args[1]
             found.append("it has the cycle " + " -> ".join(map(repr, cycle)))
-            rest = {
-                node: [other for other in others if other not in cycle]
-                for node, others in rest.items()
-                if node not in cycle
-            }
+            kept = {node: others for node, others in rest.items() if node not in cycle}
+            rest = {node: [other for other in others if other not in cycle] for node, others in kept.items()}
         else:
             return found
 
@@ -290,9 +281,7 @@ class UntilApproved(Workflow):
         self.writer, self.reviewer = check_names("writer and reviewer", [writer, reviewer], self)
         self.rounds = check_count("rounds", rounds, self)
         if not callable(approves) and (not isinstance(approves, str) or not approves):
-            raise TypeError(
-                f"`approves` of `UntilApproved` must be a string or a function `approves(review)`, got {approves!r}."
-            )
+            raise TypeError(f"`approves` of `UntilApproved` must be a string or a function, got {approves!r}.")
         self.approves = approves
 
     async def run(self, episode: LiveEpisode) -> None:
@@ -336,14 +325,10 @@ class ByColumn(Workflow):
 
     def __init__(self, workflows: Mapping[str, Workflow], column: str = "environment"):
         if not isinstance(workflows, Mapping) or not workflows:
-            raise ValueError(
-                f"`workflows` of `ByColumn` must map values of the column to workflows, got {workflows!r}."
-            )
+            raise ValueError(f"`workflows` of `ByColumn` must map column values to workflows, got {workflows!r}.")
         for name, workflow in workflows.items():
             if not isinstance(workflow, Workflow):
-                raise TypeError(
-                    f"`workflows` of `ByColumn` must map {name!r} to a `Workflow` object, got {workflow!r}."
-                )
+                raise TypeError(f"`workflows` of `ByColumn` must map {name!r} to a `Workflow`, got {workflow!r}.")
         self.workflows, self.column = dict(workflows), column
         self.functions = [function for workflow in self.workflows.values() for function in workflow.functions]
         limits = [workflow.max_wait_for_episodes for workflow in self.workflows.values()]

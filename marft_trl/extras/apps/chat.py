@@ -45,9 +45,7 @@ def _message(message: Any, where: str, images: ImageReader) -> dict[str, Any]:
     role = read_role(check_object(message, where), where, {**ROLES, "tool": "tool"})
     calls, content = message.get("tool_calls"), message.get("content")
     if calls and (role != "assistant" or not isinstance(calls, list)):
-        raise RequestError(
-            f"`{where}.tool_calls` must be a list, and is only allowed in assistant messages.", field=where
-        )
+        raise RequestError(f"`{where}.tool_calls` must be a list in an assistant message.", field=where)
     if content is None and role == "assistant":
         content = ""
     may_have = images if role in ("user", "tool") else None

@@ -30,10 +30,7 @@ def files_to_use() -> int:
 
 
 class Connections:
-    """
-    Accepts connections. The oldest silent connection makes room for the next; asyncio's own servers have no limit, and
-    log a thousand lines a second when files run out.
-    """
+    """Accepts connections. The oldest silent one makes room for the next; servers of asyncio have no limit."""
 
     def __init__(self) -> None:
         self._most = max(_FEWEST, files_to_use() // 2)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from ...episodes.images import digest_of
+from ...episodes.images import as_json
 from ...episodes.live import LiveEpisode
 from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
 from ...system.hints import checked_names
@@ -83,8 +83,7 @@ class ExternalApp(Workflow):
             which are sampled together.
         max_wait_for_episodes (`float`, *optional*, defaults to `60.0`):
             Seconds that requests of other episodes wait for one that computes, so that results do not depend on how
-            long anything takes. After that they are answered without it, with a warning. `None` for as long as it
-            takes.
+            long anything takes. After that they are answered without it, with a warning. `None` for no limit.
         max_concurrent_episodes (`int`, *optional*):
             Maximum number of episodes of a batch that run at the same time, for applications that need much memory or
             a license. Re-runs for credit, which run within episodes, have as many places of their own. By default, the
@@ -140,9 +139,7 @@ class ExternalApp(Workflow):
         if self.answer is not None and self.answer not in agents:
             raise ValueError(f"`answer` of `ExternalApp` must be an agent of the team ({known}), got {self.answer!r}.")
         if unknown := [name for name in named_agents(self.agent_of) if name not in agents]:
-            raise ValueError(
-                f"`agent_of` of `ExternalApp` must choose agents of the team ({known}), got {unknown[0]!r}."
-            )
+            raise ValueError(f"`agent_of` must choose agents of the team ({known}), got {unknown[0]!r}.")
 
     def named_agents(self) -> list[str]:
         return list(dict.fromkeys([*([self.answer] if self.answer is not None else []), *named_agents(self.agent_of)]))
@@ -233,8 +230,7 @@ class ExternalApp(Workflow):
         if session.first_refused is not None:
             self._warn_of_refused(session)
         episode.environment = result
-        answers = [turn for turn in episode.turns if turn.agent == self.answer]
-        if answers:
+        if answers := [turn for turn in episode.turns if turn.agent == self.answer]:
             episode.answer = answers[-1]
         for reward, turn in session.rewards:
             episode.earn(turn or episode.turns[-1], reward)
@@ -242,15 +238,11 @@ class ExternalApp(Workflow):
         if self.earns and value is not None:
             if not isinstance(value, (int, float, Mapping)) or isinstance(value, bool) or value == {}:
                 raise TypeError(
-                    f"With `earns=True`, {self.name} must return a number, numbers by names of agents, or `None`, got "
-                    f"{value!r}."
+                    f"{self.name} must return a number, numbers by names of agents, or `None`, got {value!r}."
                 )
             episode.earn(episode.turns[-1], value)
         elif self.earns and not session.rewards:
-            raise RuntimeError(
-                "the application reported no reward, which `earns=True` requires. Post it to `{base_url}/reward`, "
-                "even if it is 0, or return it."
-            )
+            raise RuntimeError("the application reported no reward, which `earns=True` requires. Post or return it.")
         if result.said:
             episode.observe(result.said, source=OUTPUT)
 
@@ -310,9 +302,7 @@ class _Conversation:
                 await asyncio.wait({running, arrival, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
                 if self._refused >= _MOST_REFUSED:
                     why = f" Its last request was refused: {self._session.refused}" if self._session.refused else ""
-                    raise RuntimeError(
-                        f"the application sent {self._refused} requests in a row without getting a turn.{why}"
-                    )
+                    raise RuntimeError(f"the application sent {self._refused} requests in a row without a turn.{why}")
                 if not arrival.done():
                     continue
                 self._app.check_keys()
@@ -406,7 +396,7 @@ def _prefixes(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     digest = hashlib.sha256()
     found = [digest.digest()]
     for message in messages:
-        digest.update(json.dumps(message, sort_keys=True, default=digest_of).encode("utf-8", "surrogatepass") + b"\n")
+        digest.update(json.dumps(message, sort_keys=True, default=as_json).encode("utf-8", "surrogatepass") + b"\n")
         found.append(digest.digest())
     return found
 

@@ -109,6 +109,7 @@ class HTTPApplication:
             except web.HTTPException as error:
                 routes = {route.canonical for route in request.app.router.resources()}
                 there = f" Available routes: {', '.join(sorted(routes))}." if error.status == 404 else ""
+                there += f" A request has at most {self._backend.max_body:,} bytes." if error.status == 413 else ""
                 request_error = RequestError(f"{error.reason}.{there}", error.status)
                 headers = {key: value for key, value in error.headers.items() if key == "Allow"}
             except _ClientDisconnected:  # the client closed the connection

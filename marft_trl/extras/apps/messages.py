@@ -131,10 +131,8 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"`{where}.role` must be 'user' or 'assistant', got {str(role)[:80]!r}.", field=f"{where}.role"
             )
     if not blocks or role == "assistant":
-        raise RequestError(
-            f"`{where}` must have content and not be of the role 'assistant': agents do not continue a message.",
-            field=where,
-        )
+        text = f"`{where}` must have content and not be of the role 'assistant': agents do not continue a message."
+        raise RequestError(text, field=where)
     return _merge_turns(found)
 
 
@@ -166,11 +164,8 @@ def _read_text(block: Mapping[str, Any], where: str) -> str:
     if kind == "tool_reference":
         return f"The tool {block.get('tool_name')} is available."
     if kind != "text":
-        raise RequestError(
-            f"`{where}` is a block of type {str(kind)[:80]!r}, which is not supported here: agents read texts.",
-            field=where,
-            code="unsupported_parameter",
-        )
+        problem = f"`{where}` is a block of type {str(kind)[:80]!r}, which is not supported here: agents read texts."
+        raise RequestError(problem, field=where, code="unsupported_parameter")
     if not isinstance(text, str):
         raise RequestError(f"`{where}.text` must be a text.", field=f"{where}.text")
     return text
@@ -202,10 +197,8 @@ def _other_messages(
             continue
         call = block.get("tool_use_id")
         if not isinstance(call, str) or call not in functions:
-            raise RequestError(
-                f"`{place}` is the result of the call {json.dumps(call)[:80]}, which no earlier message makes.",
-                field=f"{place}.tool_use_id",
-            )
+            text = f"`{place}` is the result of the call {json.dumps(call)[:80]}, which no earlier message makes."
+            raise RequestError(text, field=f"{place}.tool_use_id")
         result = _read_texts(block.get("content"), f"{place}.content", images)
         found.append({"role": "tool", "content": result, "tool_call_id": call, "name": functions[call]})
     return found
@@ -237,12 +230,8 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         if is_hosted(kind, _HOSTED):
             return None
         if kind != "custom":
-            raise RequestError(
-                f"`{where}.type` is {str(kind)[:80]!r}, a tool whose schema is not known here. If the client runs "
-                "it, send it with an `input_schema`.",
-                field=f"{where}.type",
-                code="unsupported_parameter",
-            )
+            text = f"`{where}.type` is {str(kind)[:80]!r}, whose schema is not known here. Send an `input_schema`."
+            raise RequestError(text, field=f"{where}.type", code="unsupported_parameter")
         schema = check_object(tool.get("input_schema") or {}, f"{where}.input_schema")
         return {**{name: tool[name] for name in ("name", "description") if name in tool}, "parameters": schema}, where
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import psutil
 
+from ...episodes.images import text_of
 from ...system.child_processes import keep, kill_group, let_go, started_by
 from ...system.redaction import for_log
 from .session import AppEndpoint, folder_name
@@ -121,7 +122,7 @@ class Program:
         """Fill in the command and the variables. A copy of the folder exists for as long as the returned object."""
         prompt = row["prompt"]
         if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
-            prompt = prompt[-1].get("content")
+            prompt = text_of(prompt[-1].get("content"))
         if "cwd" in row and any("{cwd}" in text for text in (*split_command(self.command), *self.env.values())):
             raise ValueError("`{cwd}` is the folder of the program, and the dataset has a column `cwd`. Rename it.")
         folder = os.fspath(self.cwd) if self.cwd is not None else os.getcwd()

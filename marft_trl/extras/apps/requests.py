@@ -104,9 +104,7 @@ def to_request_error(error: BaseException) -> RequestError:
     if identity not in _LOGGED:  # so that a client that retries forever does not fill the disk
         logger.error(f"Error {identity}: {text}")
     _LOGGED.append(identity)
-    return RequestError(
-        f"The server failed to answer. See error {identity} in the server log.", 500, code="internal_error"
-    )
+    return RequestError(f"The server failed. See error {identity} in the server log.", 500, code="internal_error")
 
 
 def check_fields(
@@ -204,10 +202,7 @@ def read_max_tokens(body: Mapping[str, Any]) -> int | None:
 def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
     row = body.get("row") or {}
     if not isinstance(row, dict) or "prompt" in row:
-        raise RequestError(
-            "`row` must be an object with further dataset columns, without `prompt`: the conversation is the prompt.",
-            field="row",
-        )
+        raise RequestError("`row` must be an object with further dataset columns, without `prompt`.", field="row")
     return row
 
 
@@ -216,9 +211,7 @@ def read_stops(body: Mapping[str, Any], name: str = "stop", most: int = 4) -> tu
     value = body.get(name)
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list) or len(texts) > most or not all(isinstance(t, str) and t for t in texts):
-        raise RequestError(
-            f"`{name}` must be a string, or a list of up to {most} strings, none of them empty.", field=name
-        )
+        raise RequestError(f"`{name}` must be a string or a list of up to {most} strings, none empty.", field=name)
     return tuple(texts)
 
 
@@ -232,15 +225,14 @@ def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 class ImageReader:
-    """Reads the images of a request, which have so many pixels together."""
+    """Reads the images of a request, which have up to `_left` pixels together."""
 
-    def __init__(self, most: int = 2 * MAX_PIXELS):
-        self._left = most
+    _left = 2 * MAX_PIXELS
 
     def read(self, data: Any, where: str) -> dict[str, Any]:
         """The part of a message for an image in base64. Raises a [`RequestError`] for anything else."""
         try:
-            image = decode_image(str(data), min(MAX_PIXELS, self._left))
+            image = decode_image(data, min(MAX_PIXELS, self._left))
         except ImageError as error:
             raise RequestError(f"`{where}`: {error}", field=where, code="invalid_image") from error
         self._left -= image.width * image.height
@@ -253,14 +245,13 @@ def _read_image_part(part: Any, where: str, images: ImageReader) -> dict[str, An
     if kind not in ("image_url", "input_image"):
         return None
     url = part.get("image_url")
+    if url is None:
+        raise RequestError(f"`{where}` must have an `image_url` with the data; files are not kept here.", field=where)
     return images.read(url.get("url") if isinstance(url, dict) else url, where)
 
 
 def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",), images: ImageReader | None = None) -> Any:
-    """
-    Read a message's content: a string, or a list of parts of these kinds. Returns the text, or a list of texts and
-    images if there are `images`.
-    """
+    """Read a content: a string, or parts of these kinds. Returns the text, or with `images` texts and images."""
     if isinstance(content, list) and images is not None:
         pictures = [_read_image_part(part, f"{where}[{number}]", images) for number, part in enumerate(content)]
         if any(pictures):
@@ -300,9 +291,7 @@ def is_name(value: Any) -> bool:
 
 def read_name(value: Any, where: str) -> str:
     if not is_name(value):
-        raise RequestError(
-            f"`{where}` must be a string of 1 to 128 characters, got {json.dumps(value)[:80]}.", field=where
-        )
+        raise RequestError(f"`{where}` must be 1 to 128 characters, got {json.dumps(value)[:80]}.", field=where)
     return value
 
 
@@ -378,9 +367,7 @@ class ChatRequest:
             if is_hosted(kind := tool.get("type"), _HOSTED):
                 return None
             if kind != "function":
-                raise RequestError(
-                    f"`{where}.type` must be 'function', got {str(kind)[:80]!r}. Agents call functions.", field=where
-                )
+                raise RequestError(f"`{where}.type` must be 'function', got {str(kind)[:80]!r}.", field=where)
             return (tool.get("function"), f"{where}.function") if nested_functions else (tool, where)
 
         model = read_model(body, models)
@@ -413,13 +400,9 @@ class ChatRequest:
     def check_turn(self) -> None:
         """Raise a [`RequestError`] if the request is not for exactly one turn of an agent."""
         if self.count > 1:
-            raise RequestError(
-                f"`n` must be 1 for an agent, got {self.count}. Send a request for each answer.", field="n"
-            )
+            raise RequestError(f"`n` must be 1 for an agent, got {self.count}. Send a request per answer.", field="n")
         if self.row:
-            raise RequestError(
-                "`row` is not supported for an agent, which only sees the messages of the request.", field="row"
-            )
+            raise RequestError("`row` is not supported for an agent, which only sees messages.", field="row")
 
 
 @dataclass(frozen=True)
@@ -553,11 +536,9 @@ def with_names(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str,
         if message["role"] == "tool":
             identity = message.get("tool_call_id")
             if not isinstance(identity, str) or identity not in names:
-                raise RequestError(
-                    f"`{where}[{number}]` is the result of the call {json.dumps(identity)[:80]}, but no earlier "
-                    "message makes that call.",
-                    field=f"{where}[{number}]",
-                )
+                place, call_id = f"{where}[{number}]", json.dumps(identity)[:80]
+                text = f"`{place}` is the result of the call {call_id}, but no earlier message makes that call."
+                raise RequestError(text, field=place)
             message = {**message, "name": names[identity]}
         found.append(message)
     return found

@@ -60,13 +60,9 @@ class ResponseStore:
         parts: list[list[dict[str, Any]]] = []
         while identity is not None:
             if not isinstance(identity, str) or identity not in self._responses:
-                raise RequestError(
-                    f"`previous_response_id` {str(identity)[:80]!r} is not among the latest responses. Send the whole "
-                    "conversation, with `store` false.",
-                    404,
-                    "previous_response_id",
-                    "previous_response_not_found",
-                )
+                text = f"`previous_response_id` {str(identity)[:80]!r} is not among the latest responses."
+                names = "previous_response_id", "previous_response_not_found"
+                raise RequestError(f"{text} Send the whole conversation, with `store` false.", 404, *names)
             identity, part, _ = self._responses[identity]
             parts.insert(0, part)
         return [item for part in parts for item in part]
@@ -76,12 +72,8 @@ class ResponseStore:
         if not isinstance(item, dict) or item.get("type", "item_reference") != "item_reference" or "role" in item:
             return item
         if not isinstance(item.get("id"), str) or item["id"] not in self._items:
-            raise RequestError(
-                f"`{where}` refers to the item {str(item.get('id'))[:80]!r}, which is not of the latest responses. "
-                "Send the item itself, with `store` false.",
-                404,
-                where,
-            )
+            text = f"`{where}` refers to the item {str(item.get('id'))[:80]!r}, which is not of the latest responses."
+            raise RequestError(f"{text} Send the item itself, with `store` false.", 404, where)
         return self._items[item["id"]]
 
 
@@ -93,9 +85,7 @@ def read(body: bytes, models: Sequence[str] | None, stored: ResponseStore) -> Ch
     earlier = stored.items(previous)
     chat_request = ChatRequest.from_body(fields, models, own, lambda body: _messages(body, [*earlier, *items]))
     if chat_request.count > 1:
-        raise RequestError(
-            f"`n` must be 1 for a response, got {chat_request.count}. Send a request for each answer.", field="n"
-        )
+        raise RequestError(f"`n` must be 1, got {chat_request.count}. Send one request per answer.", field="n")
     if fields.get("store") is False:
         return chat_request
     return replace(chat_request, on_response=functools.partial(stored.add, previous, items))

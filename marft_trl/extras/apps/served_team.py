@@ -58,7 +58,8 @@ class ServeSettings:
             get status 503.
         max_turns (`int`, *optional*, defaults to `64`): maximum number of turns of an episode.
         timeout (`float`, *optional*, defaults to `600.0`): seconds after which a question is cancelled.
-        max_body (`int`, *optional*, defaults to `1048576`): maximum size of a request in bytes.
+        max_body (`int`, *optional*, defaults to `1048576`): maximum size of a request in bytes. The default of a team
+            that sees images is 16 times as large.
         grace (`float`, *optional*, defaults to `10.0`): seconds that running questions get to finish on shutdown.
         agent_of (`Callable[[AppRequest], str]`, *optional*): chooses the agent of a request, as for [`ExternalApp`].
             Defaults to the rule of the team's workflow, if it is a ready-made one.
@@ -122,12 +123,8 @@ class RequestQueue:
     async def place(self, answers: int = 1) -> AsyncIterator[None]:
         """Wait for a slot for each answer, and hold the slots. Raises a [`RequestError`] if the queue is full."""
         if (self._free.locked() or self._queue_lock.locked()) and self.waiting >= self._max_waiting:
-            raise RequestError(
-                f"The server is full: {self.running} questions are running and {self.waiting} are waiting. Retry "
-                "later.",
-                503,
-                code="overloaded",
-            )
+            busy = f"{self.running} questions are running and {self.waiting} are waiting"
+            raise RequestError(f"The server is full: {busy}. Retry later.", 503, code="overloaded")
         self.waiting += 1
         async with contextlib.AsyncExitStack() as slots:
             try:
@@ -311,7 +308,8 @@ class _TeamBackend:
         if settings.name in self._agent_names:
             raise ValueError(f"`name={settings.name!r}` is the name of an agent. Choose another `name` for the team.")
         self._team, self._settings = team, settings
-        self.timeout, self.max_body = settings.timeout, settings.max_body
+        has_large_requests = team.sees_images and settings.max_body == ServeSettings.max_body
+        self.timeout, self.max_body = settings.timeout, settings.max_body * (16 if has_large_requests else 1)
         self.closes_connections, self.json_only = False, True
         starts_programs = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
         max_running = min(settings.max_running, settings.max_programs) if starts_programs else settings.max_running
@@ -360,11 +358,8 @@ class _TeamBackend:
         if key is not None and request.path not in _PUBLIC_PATHS:
             request_key = get_api_key(request).encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(request_key, key.encode()):
-                raise RequestError(
-                    "Missing or invalid API key: use `Authorization: Bearer ...` or `x-api-key`.",
-                    401,
-                    code="invalid_api_key",
-                )
+                text = "Missing or invalid API key: use `Authorization: Bearer ...` or `x-api-key`."
+                raise RequestError(text, 401, code="invalid_api_key")
         return self
 
     def ended(self, request: web.Request, client: _TeamBackend | None, outcome: RequestOutcome) -> None:

@@ -67,10 +67,7 @@ class Endpoint:
             raise
 
     def places_of(self, app: Any, limit: int, is_rerun: bool = False) -> asyncio.Semaphore:
-        """
-        Return the semaphore of an application with its own limit. Re-runs have another one, since the episodes that
-        wait for them keep their places.
-        """
+        """The semaphore of an application. Re-runs have another: episodes that wait for them keep their places."""
         by_app = self._places.setdefault(asyncio.get_running_loop(), weakref.WeakKeyDictionary())
         return by_app.setdefault(app, {}).setdefault(is_rerun, asyncio.Semaphore(limit))
 
@@ -108,9 +105,7 @@ class Endpoint:
 
             body = read_object(await read_body(request))
             if set(body) != {"reward"}:
-                raise RequestError(
-                    'The body must be {"reward": ...} with a number, or an object that maps agent names to numbers.'
-                )
+                raise RequestError('The body must be {"reward": ...} with a number, or with numbers by agent name.')
             request[CLIENT].reward(body["reward"])
             return web.json_response({"status": "ok"})
 
@@ -125,12 +120,8 @@ class Endpoint:
 
         session = self._sessions.get(get_api_key(request))
         if session is None:
-            raise RequestError(
-                "The API key does not belong to a running episode. Use the key in the environment variables "
-                "OPENAI_API_KEY or ANTHROPIC_API_KEY of the application, which is valid until the episode ends.",
-                401,
-                code="invalid_api_key",
-            )
+            text = "The API key does not belong to a running episode. Use that in OPENAI_API_KEY or ANTHROPIC_API_KEY."
+            raise RequestError(text, 401, code="invalid_api_key")
         return session
 
     def ended(self, request: web.Request, client: Session | None, outcome: RequestOutcome) -> None:

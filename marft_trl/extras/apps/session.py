@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...episodes.images import digest_of
+from ...episodes.images import as_json
 from ...episodes.records import Turn
 from .requests import ChatReply, ChatRequest, RequestError, with_format
 from .responses import ResponseStore
@@ -138,7 +138,7 @@ class Waiting:
         """Sort key of requests that arrive together, so that their order does not depend on which came first."""
         request = self.chat_request
         shown = [request.model, request.messages, request.tools, request.stop, request.schema]
-        return json.dumps(shown, sort_keys=True, default=digest_of)
+        return json.dumps(shown, sort_keys=True, default=as_json)
 
     def settle(self, result: tuple[ChatReply, Turn] | BaseException) -> None:
         """Answer the request once, from the event loop of the episode."""
@@ -256,29 +256,21 @@ class Session:
     def reward(self, reward: Any) -> None:
         """Record a reward: a number for the team, or a mapping of agent names to numbers."""
         if not self.earns:
-            raise RequestError(
-                "The workflow does not accept rewards from its application. Set `ExternalApp(..., earns=True)`."
-            )
+            raise RequestError("The workflow accepts no rewards. Set `ExternalApp(..., earns=True)`.")
         by_name = reward if isinstance(reward, dict) else {"": reward}
         for name, value in by_name.items() or [("", None)]:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
             if not is_number or (isinstance(reward, dict) and name not in self.models):
-                raise RequestError(
-                    f"`reward` must be a number, or an object that maps agent names "
-                    f"({', '.join(map(repr, self.models))}) to numbers, got {json.dumps(reward)[:80]}.",
-                    field="reward",
-                )
+                names = ", ".join(map(repr, self.models))
+                text = f"`reward` must be a number, or numbers by agent name ({names}), got {json.dumps(reward)[:80]}."
+                raise RequestError(text, field="reward")
         self.rewards.append((reward, self._answered[-1] if self._answered else None))
 
     def _check(self, chat_request: ChatRequest) -> None:
         chat_request.check_turn()
         if chat_request.tools and not self.takes_tools:
-            raise RequestError(
-                "The request has `tools`, but the chat template was not prepared for them. Set `ExternalApp(..., "
-                "tools=True)`.",
-                field="tools",
-                code="unsupported_parameter",
-            )
+            text = "The request has `tools`, but the chat template is not ready. Set `ExternalApp(..., tools=True)`."
+            raise RequestError(text, field="tools", code="unsupported_parameter")
 
     def _give_up(self, waiting: Waiting) -> None:
         """Cancel a request, in the event loop of the episode. A turn that is already complete is kept for a retry."""

@@ -177,8 +177,7 @@ def _reads_json(action: argparse.Action) -> bool:
 
 def check_unknown(unknown: Iterable[str], parser: argparse.ArgumentParser, others: Iterable[str] = ()) -> None:
     """Raise a [`UsageError`] if there are arguments that no parser has recognized."""
-    first = next(iter(unknown), None)
-    if first is not None:
+    if (first := next(iter(unknown), None)) is not None:
         name = first.partition("=")[0].removeprefix("--").replace("-", "_")
         hint = did_you_mean(name, [*get_options(parser), *others]) if first.startswith("--") else ""
         hint = hint.replace("'", "`--", 1).replace("'", "`", 1) if hint else " See `--help` for the options."

@@ -148,9 +148,7 @@ def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
     more = {name: config.pop(name, None) for name in ("agents", "workflow", "reward_funcs")}  # no options
     for name in ("agents", "reward_funcs"):
         if not more[name]:
-            raise UsageError(
-                f"The YAML file of a team must set `{name}`. See the example in `docs/reference/command.md`."
-            )
+            raise UsageError(f"The YAML file of a team must set `{name}`. See `docs/reference/command.md`.")
     parser = _TrlParser((MARFTConfig, ModelConfig, ScriptArguments), allow_abbrev=False)
     agents = [_agent(agent, number) for number, agent in enumerate(more["agents"])]
     functions = more["reward_funcs"] if isinstance(more["reward_funcs"], list) else [more["reward_funcs"]]
@@ -182,9 +180,7 @@ def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
 
 def _agent(value: Any, number: int) -> AgentSpec:
     if not isinstance(value, (str, dict)):
-        raise UsageError(
-            f"Agent {number} of the YAML file must be a name or a mapping of `AgentSpec` fields, got {value!r}."
-        )
+        raise UsageError(f"Agent {number} of the YAML file must be a name or `AgentSpec` fields, got {value!r}.")
     try:
         return AgentSpec(value) if isinstance(value, str) else AgentSpec(**value)
     except (TypeError, ValueError) as error:
@@ -205,10 +201,7 @@ def _workflow(value: Any) -> Workflow | None:
     if isinstance(value, str) and ":" in value:
         workflow = _named(value)
         return workflow() if isinstance(workflow, type) else workflow
-    raise UsageError(
-        "`workflow` of the YAML file must be a mapping such as `{class: Sequential, rounds: 2}`, or 'file.py:Class', "
-        f"got {value!r}."
-    )
+    raise UsageError(f"`workflow` of the YAML file must be a mapping with `class`, or 'file.py:Class', got {value!r}.")
 
 
 def _made(**value: Any) -> Workflow:
@@ -266,9 +259,7 @@ def _datasets(data: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
     splits = load_dataset(name, name=data.dataset_config, streaming=data.dataset_streaming)
     for split in (data.dataset_train_split, *((data.dataset_test_split,) if evaluates else ())):
         if split not in splits:
-            raise UsageError(
-                f"The dataset {name} has no split {split!r}. Available splits: {', '.join(map(repr, splits))}."
-            )
+            raise UsageError(f"The dataset {name} has no split {split!r}. Splits: {', '.join(map(repr, splits))}.")
     return splits[data.dataset_train_split], splits[data.dataset_test_split] if evaluates else None
 
 
@@ -334,8 +325,7 @@ def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
         if set(rest) & {"-h", "--help"}:
             print(_USAGE.format(name=name, sentence=sentence))
             return 0
-        late = [file for before, file in pairwise(["", *rest]) if file.endswith(".py") and "-" not in before]
-        if late:
+        if late := [file for before, file in pairwise(["", *rest]) if file.endswith(".py") and "-" not in before]:
             raise UsageError(f"The file must be the first argument: `marft {name} {late[0]} ...`.")
     recipe = Recipe.read(path)
     recipe.parser.prog = f"marft {name} {path}"
@@ -420,11 +410,8 @@ def _evaluate(trainer: MARFTTrainer, path: str) -> None:
     if trainer.eval_dataset is None:
         raise UsageError(f"The trainer in {path} has no `eval_dataset`. Pass one to `MARFTTrainer`.")
     if not trainer.policies.has_adapters:
-        raise UsageError(
-            f"The agents of {path} share a fully trained policy without adapters. Pass {folder} as the model."
-        )
-    missing = [name for name in trainer.policies.names if not (folder / name).is_dir()]
-    if missing:
+        raise UsageError(f"The agents of {path} share a trained policy without adapters. Pass {folder} as the model.")
+    if missing := [name for name in trainer.policies.names if not (folder / name).is_dir()]:
         raise UsageError(f"{folder} contains a different team: it has no adapter {missing[0]!r}.")
     for name in trainer.policies.names:
         load = load_adapter_weights if trainer.policies.is_lora(name) else load_base_weights

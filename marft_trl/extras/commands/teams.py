@@ -38,10 +38,8 @@ from .scripts import base_named, load_module
 
 def add_team_arguments(parser: argparse.ArgumentParser, samples: bool = True) -> None:
     parser.add_argument("team", help="folder of a saved team, or its Hub id")
-    help_text = (
-        "base model if the team was trained on a local model: a folder, or 'tiny'; of several, NAME=FOLDER each"
-    )
-    parser.add_argument("--model", action="append", help=help_text)
+    about = "base model if the team was trained on a local model: a folder, or 'tiny'; of several, NAME=FOLDER each"
+    parser.add_argument("--model", action="append", help=about)
     parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
     if samples:
         parser.add_argument("--engine", nargs="+", help="addresses of vLLM servers that sample the turns")
@@ -63,10 +61,7 @@ def load_team(args: argparse.Namespace) -> Team:
     try:
         own = getattr(load_module(args.code), "TEAM", None) if args.code else {}
         if not isinstance(own, dict):
-            raise UsageError(
-                f"{args.code} must define `TEAM = {{...}}` with arguments of `Team.from_pretrained`, such as "
-                "`workflow`."
-            )
+            raise UsageError(f"{args.code} must define `TEAM = {{...}}`, arguments of `Team.from_pretrained`.")
         return Team.from_pretrained(
             args.team, chosen_bases(args.model), revision=args.revision, engine=args.engine, **own
         )

@@ -228,8 +228,7 @@ class AdapterLibrary:
             if not tensor.isfinite().all():
                 raise FloatingPointError(
                     f"The adapter {entry!r} has a weight that is not finite ({name}), so it was not sent to any "
-                    "server, where it could affect other adapters. Resume from an earlier checkpoint with a lower "
-                    "learning rate."
+                    "server, where it could harm others. Resume from an earlier checkpoint with a lower learning rate."
                 )
         number = self._numbers[entry] = self._numbers.get(entry, -1) + (0 if again else 1)
         name = f"{known.name}-again" if known is not None and again else f"{self._run}-{entry}-v{number}"

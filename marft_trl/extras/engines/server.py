@@ -78,10 +78,7 @@ class GenerateRequest:
 
 
 class VLLMServer:
-    """
-    A vLLM server. Its methods are awaited within one event loop. A client of another server is a subclass, as the
-    `kind` of [`ServerSettings`].
-    """
+    """A vLLM server, within one event loop. Clients of others are subclasses, the `kind` of [`ServerSettings`]."""
 
     key_variable = "VLLM_API_KEY"  # environment variable with the API key
 
@@ -212,9 +209,7 @@ class VLLMServer:
                     if answer.status >= down:
                         raise ServerDownError(problem)
                     if answer.status == 401:
-                        problem = (
-                            f"{self.url} requires an API key. Set the environment variable `{self.key_variable}`."
-                        )
+                        problem = f"{self.url} needs an API key. Set the environment variable `{self.key_variable}`."
                     raise RefusedError(problem, answer.status)
                 yield answer
         except ServerDownError:
@@ -424,8 +419,7 @@ def parse_addresses(
 ) -> tuple[str, ...]:
     """
     Parse the addresses of servers, without trailing slashes and `/v1`. `urls` may contain commas; `host` and `port`
-    are used if it is empty, and `name` is the setting in errors. Raises a `ValueError` for an invalid or repeated
-    address.
+    are used if it is empty. Raises a `ValueError` that names the setting for an invalid or repeated address.
     """
     # TRL's default 0.0.0.0 is an address to bind to, not to connect to. It stands for this machine
     host = "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104

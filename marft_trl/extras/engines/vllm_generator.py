@@ -126,8 +126,7 @@ class SamplingCorrection:
         local_stats = differences, len(token_weights), token_weights.sum().item(), masked, weight_range
         everywhere = self._processes.gather([local_stats])
         self._report_differences([value for value, *_ in everywhere])
-        count = sum(number for _, number, *_ in everywhere)
-        if count:
+        if count := sum(number for _, number, *_ in everywhere):
             name = "sampling/importance_sampling_ratio"
             bounds = [bounds for *_, bounds in everywhere if bounds is not None]
             self._metrics.add(f"{name}/min", min(low for low, _ in bounds))
@@ -140,8 +139,7 @@ class SamplingCorrection:
         agents = sorted({agent for by_agent in everywhere for agent in by_agent})
         for agent in [None, *agents]:  # `None`: all agents together
             differences = [value for by_agent in everywhere for key, value in by_agent.items() if agent in (None, key)]
-            count = sum(number for number, _, _ in differences)
-            if count:
+            if count := sum(number for number, _, _ in differences):
                 prefix = "" if agent is None else f"agents/{agent}/"
                 self._metrics.add(f"{prefix}{name}/mean", sum(total for _, total, _ in differences) / count)
                 self._metrics.add(f"{prefix}{name}/max", max(largest for _, _, largest in differences))

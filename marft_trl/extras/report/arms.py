@@ -104,10 +104,7 @@ def _variant_arms(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
     for name, change in experiment.variants.items():
         made = change(alone)
         if not isinstance(made, Experiment):
-            raise TypeError(
-                f"The variant {name!r} must return an `Experiment`, such as `experiment.with_args(...)`, got "
-                f"{type(made).__name__}."
-            )
+            raise TypeError(f"The variant {name!r} must return an `Experiment`, got {type(made).__name__}.")
         is_budgeted = made.args.max_steps == alone.args.max_steps
         arms.append(Arm(name, name, change, is_budgeted=is_budgeted, is_variant=True))
     return arms

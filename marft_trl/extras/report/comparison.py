@@ -222,8 +222,7 @@ def as_markdown(comparison: Comparison) -> str:
     if comparison.questions_in_both:
         count = comparison.questions_in_both
         lines += ["", f"{count} of the {accuracy.questions} questions are also training questions."]
-    skipped = [result.arm for result in comparison.results if result.arm.skip_reason]
-    if skipped:
+    if skipped := [result.arm for result in comparison.results if result.arm.skip_reason]:
         arms = "; ".join(f"{arm.what} ({arm.skip_reason})" for arm in skipped)
         lines += ["", f"Skipped: {arms}."]
     return "\n".join(lines) + "\n"

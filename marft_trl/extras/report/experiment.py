@@ -21,6 +21,7 @@ from peft import PeftConfig
 from ...agents import AgentSpec, check_team
 from ...config.checks import check_names
 from ...config.marft_config import MARFTConfig
+from ...episodes.images import as_json
 from ...runs.resume import compute_fingerprint, dataset_hash, fields_about, is_of_user, plain
 from ...system.files import import_file, read_source
 from ...system.hints import checked_names, did_you_mean
@@ -221,9 +222,7 @@ class Experiment:
             return self.solo
         last = next((agent for agent in reversed(self.agents) if agent.has_policy), None)
         if last is None:
-            raise ValueError(
-                "No agent of the team has its own policy, so none can work alone. Set `solo` of the `Experiment`."
-            )
+            raise ValueError("No agent has its own policy, so none can work alone. Set `solo` of the `Experiment`.")
         lengths = [agent.max_completion_length or self.args.max_completion_length or 256 for agent in self.agents]
         return dataclasses.replace(last, trainable=True, adapter=last.name, max_completion_length=sum(lengths))
 
@@ -257,7 +256,7 @@ Experiment.__init__ = checked_names("Experiment")(Experiment.__init__)  # type: 
 
 
 def _row_keys(dataset: Dataset, names: Sequence[str]) -> list[str]:
-    return [json.dumps(row, default=str) for row in zip(*(dataset[name] for name in names), strict=True)]
+    return [json.dumps(row, default=as_json) for row in zip(*(dataset[name] for name in names), strict=True)]
 
 
 def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Experiment:

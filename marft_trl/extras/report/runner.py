@@ -68,9 +68,7 @@ def report(
     place = experiment if isinstance(experiment, str) else None
     made = load_experiment(experiment, settings) if isinstance(experiment, str) else experiment
     if workers > 1 and place is None:
-        raise ValueError(
-            f"`workers={workers}` needs an experiment that other processes can load: `experiment='file.py:function'`."
-        )
+        raise ValueError(f"`workers={workers}` needs a named `experiment`, such as 'file.py:function'.")
     folder, chosen = Path(output_dir), make_arms(made, arms)
     _check_arguments(seeds, margin, workers, chosen)
     check_arms(made, chosen)

@@ -31,10 +31,7 @@ def game_seeds(size: int, seed: int = 0, prompt: str = "Play the game.") -> Data
 def seed_in(row: Mapping[str, Any], what: str) -> int:
     seed = row.get("seed")
     if not isinstance(seed, int):
-        raise ValueError(
-            f"{what} needs an integer in the column `seed` of the dataset, got {seed!r}. `game_seeds(size)` creates "
-            "such a dataset."
-        )
+        raise ValueError(f"{what} needs an integer in the column `seed`, got {seed!r}. See `game_seeds(size)`.")
     return seed
 
 
@@ -75,9 +72,7 @@ def gymnasium_text(
         def __init__(self):
             self.env = package.make(environment, **settings) if isinstance(environment, str) else environment()
             if act is None and not isinstance(self.env.action_space, (package.spaces.Text, package.spaces.Discrete)):
-                raise TypeError(
-                    f"The action space of {environment!r} is {self.env.action_space}. Pass `act(text, environment)`."
-                )
+                raise TypeError(f"The action space of {environment!r} is {self.env.action_space}. Pass `act`.")
 
         def reset(self, **row: Any) -> str:
             observation, _ = self.env.reset(seed=seed_in(row, f"The environment {environment!r}"))

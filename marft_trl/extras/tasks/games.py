@@ -164,8 +164,7 @@ def best_return(game: Node, policy: Policy, player: int) -> float:
 def exploitability(game: Node, policy: Policy) -> float:
     """
     How much a player gains on average by changing to the best response while the others keep their policy: the mean
-    over players. It is 0 in a Nash equilibrium and positive otherwise. For two players it is half of "NashConv"
-    (1711.00832).
+    over players. It is 0 in a Nash equilibrium and positive otherwise: half of "NashConv" (1711.00832) for two.
 
     Args:
         game (`Node`): root of the tree, in which each player remembers what it saw and did.

@@ -38,8 +38,7 @@ def human_eval() -> Dataset:
 
 def get_human_eval_reward(seconds: float = 5.0, workers: int = 4, strict: bool = True) -> Callable[..., list[float]]:
     """
-    Make the reward function of [`human_eval`]: 1 if the last Python block of a completion passes the problem's tests,
-    else 0.
+    Make the reward function of [`human_eval`]: 1 if the last Python block of a completion passes the tests, else 0.
 
     Args:
         seconds (`float`, *optional*, defaults to `5.0`): time limit of a program.

