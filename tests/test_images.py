@@ -6,6 +6,7 @@ import base64
 import io
 import itertools
 import json
+import random
 from dataclasses import replace
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
@@ -331,25 +332,30 @@ def test_served_teams_see(tmp_path):
     assert answers == [expected] * 3
 
 
+def screen(number):
+    """A picture of another size than those of the questions."""
+    return picture(90 + number, (84, 56 + 28 * number))
+
+
 class Screen:
     """Shows a picture of each round."""
 
     def reset(self, prompt, **row):
         self.round = 0
-        return [{"type": "text", "text": "Begin."}, {"type": "image", "image": picture(90)}]
+        return [{"type": "text", "text": "Begin."}, {"type": "image", "image": screen(0)}]
 
     def step(self, turns):
         self.round += 1
-        return picture(90 + self.round), float(len(turns[-1].text) % 3), self.round == 2
+        return screen(self.round), float(len(turns[-1].text) % 3), self.round == 2
 
 
 def test_environments_show_images(tmp_path):
     workflow = EnvironmentLoop(Screen, agents=["looker", "solver"])
-    trainer = trainer_of("gemma3", tmp_path, [LOOKER, SOLVER], workflow=workflow, reward_funcs=None)
+    trainer = trainer_of("qwen2_5_vl", tmp_path, [LOOKER, SOLVER], workflow=workflow, reward_funcs=None)
     assert moved_agents(trainer) == {"looker", "solver"}
     (episode,) = trainer.parts.rollouts.run(rows(1), training=False).episodes
     shown = [images_of(turn.observation) for turn in episode.turns]
-    screens = [read_image(picture(seed)) for seed in (0, 90, 91)]
+    screens = [read_image(image) for image in (picture(0), screen(0), screen(1))]
     assert [list(images) for images in shown] == [screens[:2], [], screens, []]
     page = html_page([Transcript.of(episode)])
     assert page.count('<img src="data:image/jpeg') == 4 and "img-src data:" in page
@@ -398,6 +404,44 @@ def test_text_rows_have_the_numbers_of_trl(tmp_path):
         found.append(trainer.parts.log_probs.compute_log_probs(made))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def mixed(count=8):
+    """Questions with no, one or two images."""
+    prompt = [{"role": "user", "content": QUESTION}]
+    return [{"prompt": prompt, "images": [picture(n * 3 + k) for k in range(n % 3)]} for n in range(count)]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_rows_with_and_without_images_are_scored_apart(family, tmp_path):
+    """In any order and number, a row has the log-probabilities that it has alone."""
+    trainer = trainer_of(family, tmp_path, [LOOKER], train_dataset=Dataset.from_list(mixed()))
+    _, filled = evaluated(trainer, mixed())
+    assert [len(row.images) for row in filled] == [n % 3 for n in range(8)]
+    together = trainer.parts.log_probs.compute_log_probs(filled)
+    for row, logps in zip(filled, together, strict=True):
+        (alone,) = trainer.parts.log_probs.compute_log_probs([row])
+        torch.testing.assert_close(logps, alone, rtol=0, atol=1e-5)
+
+
+def test_updates_have_the_numbers_of_trls_passes(tmp_path):
+    """Of the same sampled tokens, where text rows share prefixes and steps span several slices."""
+    found = []
+    for share in (True, False):
+        settings = {"share_prefixes": share, "optim": "sgd", "learning_rate": 1.0, "num_iterations": 2}
+        settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        data = Dataset.from_list(mixed())
+        trainer = trainer_of("qwen2_5_vl", tmp_path, [LOOKER, SOLVER], settings, train_dataset=data)
+        draw = random.Random(0)
+
+        async def generate(observed, draw=draw, **options):
+            return [SampledTurn([draw.randrange(3, 200) for _ in range(draw.randint(1, 8))]) for _ in observed]
+
+        trainer.parts.runner.generator.generate = generate
+        assert moved_agents(trainer) == {"looker", "solver"}
+        found.append(weights(trainer))
+    for name, weight in found[0].items():
+        torch.testing.assert_close(weight, found[1][name], rtol=0, atol=1e-5, msg=name)
 
 
 BROKEN = [*rows(7), {**rows(1)[0], "image": {"bytes": b"no image", "path": None}}]
