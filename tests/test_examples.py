@@ -189,6 +189,12 @@ def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_looker_and_a_solver_are_taught_and_trained(tmp_path):
+    output = run([str(ROOT / "examples" / "look_and_solve.py"), "--quick", "--output_dir", "."], tmp_path)
+    assert re.search(r"^  with a silenced looker +[\d.]+%, and 1 of 24 by chance$", output, re.MULTILINE)
+    assert "the saved team answers" in output
+
+
 @pytest.mark.slow
 def test_two_models_train_together(model_folder, tmp_path):
     options = ["--reasoner", model_folder, "--max_steps", "1", "--teaching_steps", "1", "--output_dir", "."]
