@@ -202,6 +202,7 @@ def test_two_models_train_together(model_folder, tmp_path):
     assert "actor: base small-base" in output and "the saved team answers" in output
 
 
+@pytest.mark.slow
 def test_warm_up_trains_on_the_best_turns_of_the_team(model_folder, tmp_path):
     """With a replaced check for right answers: the tiny model cannot add."""
     options = ["--model", model_folder, "--max_steps", "1", "--questions", "8", "--num_samples", "4"]

@@ -481,6 +481,7 @@ def test_texts_cannot_make_places_of_images(tmp_path):
     (episode,) = trainer.parts.rollouts.run([row], training=False).episodes
     ids, token = episode.turns[1].prompt_ids, trainer.processing_class.image_token_id
     assert ids.count(token) == trainer.model.config.image_seq_length
+    assert ids[0] == trainer.parts.runner.prompts.tokenizer.bos_token_id  # which the processor adds, not the template
     assert "<image> <image>" in trainer.parts.runner.prompts.tokenizer.decode([i for i in ids if i != token])
 
 
@@ -493,6 +494,9 @@ def test_text_teams_refuse_images(model_folder, tmp_path):
         trainer.team([{"role": "user", "content": content}])
     with pytest.raises(EpisodeError, match="no agent of the team sees images"):
         trainer.team.run([{"prompt": "What is it?", "image": picture(0)}])
+    shows = team_trainer(model_folder, tmp_path, workflow=EnvironmentLoop(Screen), reward_funcs=None)
+    with pytest.raises(EpisodeError, match="'environment' shows an image, but no agent of the team sees images"):
+        shows.team("What is it?")
     texts = [{"role": "user", "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]}]
     assert trainer.team.run([texts], greedy=True)[0].turns[0].prompt_ids == (
         trainer.team.run([[{"role": "user", "content": "How many?"}]], greedy=True)[0].turns[0].prompt_ids
