@@ -320,6 +320,10 @@ def test_served_teams_see(tmp_path):
                 request = {"model": "team", "messages": [{"role": "user", "content": [part]}]}
                 reply = await client.post("/v1/chat/completions", json=request)
                 assert reply.status == 400, wrong
+            picture(3).save(tmp_path / "secret.png")
+            request = {"model": "team", "messages": [{"role": "user", "content": QUESTION}]}
+            request["row"] = {"image": str(tmp_path / "secret.png")}
+            assert (await client.post("/v1/chat/completions", json=request)).status == 400
         return found
 
     found = asyncio.run(ask())
@@ -430,8 +434,7 @@ def test_updates_have_the_numbers_of_trls_passes(tmp_path):
     for share in (True, False):
         settings = {"share_prefixes": share, "optim": "sgd", "learning_rate": 1.0, "num_iterations": 2}
         settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-        data = Dataset.from_list(mixed())
-        trainer = trainer_of("qwen2_5_vl", tmp_path, [LOOKER, SOLVER], settings, train_dataset=data)
+        trainer = trainer_of("qwen2_5_vl", tmp_path, [LOOKER, SOLVER], settings)
         draw = random.Random(0)
 
         async def generate(observed, draw=draw, **options):
@@ -467,6 +470,13 @@ def test_bad_images_are_named_before_anything_is_generated(tmp_path):
         dataset = Dataset.from_list([{**row, "image": source if n == 5 else None} for n, row in enumerate(rows(8))])
         with pytest.raises(ValueError, match="Row 5 of `train_dataset`: `image`: "):
             trainer_of("llava", tmp_path / str(place), [LOOKER], train_dataset=dataset)
+    (tmp_path / "5.png").write_bytes(b"no image")
+    for seed in range(5):
+        picture(seed).save(tmp_path / f"{seed}.png")
+    columns = {"prompt": [row["prompt"] for row in rows(6)], "image": [str(tmp_path / f"{n}.png") for n in range(6)]}
+    decoded = Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    with pytest.raises(ValueError, match="Row 5 of `train_dataset`: UnidentifiedImageError"):
+        trainer_of("llava", tmp_path, [LOOKER], train_dataset=decoded)
     places = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}]}]
     dataset = Dataset.from_list([{"prompt": places, "image": picture(0)}] * 8)
     with pytest.raises(ValueError, match="Row 0 of `train_dataset`: `image`: Number of images"):
@@ -589,6 +599,37 @@ def test_a_broken_image_skips_an_episode(tmp_path):
     assert "`images`: An image is broken" in rollout.episodes[3].failure
 
 
+def test_the_card_of_a_team_that_sees(tmp_path):
+    """The code in the card loads the processor, and a base that is a text model as one."""
+    trainer = trainer_of("llava", tmp_path, [LOOKER], {"max_steps": 1})
+    trainer.save_model(str(tmp_path / "team"))
+    text = (tmp_path / "team" / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in text and "AutoProcessor.from_pretrained" in text
+    assert "AutoModelForImageTextToText" in text and "AutoModelForCausalLM" not in text
+
+
+def listing():
+    """
+    Return numbers.
+    """
+    return [1, 2]
+
+
+def test_lists_of_tools_are_logged(tmp_path):
+    """A table of completions has the results of tools as texts."""
+    trainer = trainer_of("qwen3_vl", tmp_path, [AgentSpec("looker", tools=[listing])], {"log_completions": True})
+    call = '<tool_call>\n{"name": "listing", "arguments": {}}\n</tool_call><|im_end|>'
+    tokenizer = trainer.parts.runner.prompts.tokenizer
+
+    async def generate(observed, **options):
+        texts = ["Done.<|im_end|>" if "tool" in str(item.content) else call for item in observed]
+        return [SampledTurn(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+    trainer.parts.runner.generator.generate = generate
+    trainer.train()
+    assert any("[1, 2]" in str(prompt) for prompt in trainer._logs["prompt"])
+
+
 def several():
     """
     Return two pictures.
@@ -602,7 +643,8 @@ def test_images_are_found_in_what_functions_return(tmp_path):
     class Shown(Workflow):
         async def run(self, episode):
             parts = [{"type": "text", "text": "Two."}, picture(1)]
-            episode.observe(parts, images=[picture(2)])
+            picture(2).save(tmp_path / "2.png")
+            episode.observe(parts, images=[tmp_path / "2.png"])
             await episode.turn("looker")
 
     trainer = trainer_of("gemma3", tmp_path, [AgentSpec("looker")], workflow=Shown())

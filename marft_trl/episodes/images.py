@@ -303,4 +303,4 @@ def read_prompt(row: Mapping[str, Any], sees_images: bool = True) -> str | Messa
     try:
         return prepare_multimodal_messages(messages, images)
     except ValueError as error:
-        raise ImageError(f"`{column}`: {error}") from error
+        raise ImageError(f"`{column if column in row else 'prompt'}`: {error}") from error

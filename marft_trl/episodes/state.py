@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
 from ..system.event_loop import StepContext, in_thread, one_at_a_time
-from .images import ImageError, is_parts, may_have_images, read_prompt, split_parts
+from .images import ImageError, is_image, is_parts, may_have_images, read_prompt, split_parts
 from .records import (
     TOOL,
     Call,
@@ -307,9 +307,10 @@ class EpisodeState:
     def say(self, text: Any, source: str, audience: str | None = None, images: Sequence[Any] = ()) -> Feedback | None:
         """Record feedback: a text with images, or parts as a list."""
         if images or not isinstance(text, str | None):
-            parts = text if isinstance(text, list) else [] if text is None else [text]
+            parts = list(text) if isinstance(text, (list, tuple)) else [] if text is None else [text]
             if images or is_parts(text) or may_have_images(text):
-                text, images = split_parts([*parts, *images])
+                further = [images] if is_image(images) else images
+                text, images = split_parts([*parts, *({"type": "image", "image": image} for image in further)])
         if not text and not images:
             return None
         if images and not self._sees_images:

@@ -7,7 +7,7 @@ import functools
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -83,22 +83,22 @@ client.chat.completions.create(model="{{ agent }}", messages=[...])
 from marft_trl import Team
 
 team = Team.from_pretrained("{{ repo }}"{{ arguments }})
-print(team("..."))  # `team.run(prompts)` returns whole episodes
+print(team("..."{{ images }}))  # `team.run(prompts)` returns whole episodes
 ```
 
 {% endif %}{% if bases %}## Use one agent with PEFT
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {{ classes }}
 {% for base in bases %}
-base = AutoModelForCausalLM.from_pretrained("{{ base.name }}")
-tokenizer = AutoTokenizer.from_pretrained("{{ repo }}"{{ base.tokenizer }})
+base = {{ base.model_class }}.from_pretrained("{{ base.name }}")
+tokenizer = {{ base.processing_class }}.from_pretrained("{{ repo }}"{{ base.tokenizer }})
 {{ base.first }} = PeftModel.from_pretrained(base, "{{ repo }}", subfolder="{{ base.first }}")
 {%- endfor %}
 ```
 
-## Serve the team with vLLM
+{% if not images %}## Serve the team with vLLM
 
 One server has all adapters of a base, each under its name as the model name. The server does not know the system
 prompts or the workflow: clients send the system prompt of an agent, from `marft_team.json`, and the messages that the
@@ -113,16 +113,16 @@ vllm serve {{ base.name }} --enable-lora --max-lora-rank {{ rank }} \\
 {%- endfor %}
 ```
 
-{% endif %}{% if policies %}## Use the policy alone
+{% endif %}{% endif %}{% if policies %}## Use the policy alone
 
 {% if policies|length == 1 %}All agents{% else %}The agents of a base{% endif %} share one fully trained policy; \
 `marft_team.json` contains their system prompts and the workflow.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {{ classes }}
 {% for policy in policies %}
-model = AutoModelForCausalLM.from_pretrained("{{ repo }}"{{ policy.tokenizer }})
-tokenizer = AutoTokenizer.from_pretrained("{{ repo }}"{{ policy.tokenizer }})
+model = {{ policy.model_class }}.from_pretrained("{{ repo }}"{{ policy.tokenizer }})
+tokenizer = {{ policy.processing_class }}.from_pretrained("{{ repo }}"{{ policy.tokenizer }})
 {%- endfor %}
 ```
 
@@ -154,14 +154,18 @@ def team_card(
     max_rank: int = 16,
     picture: str | None = None,
     facts: Mapping[str, str] | None = None,
+    seeing: Collection[str] = (),
 ) -> ModelCard:
-    """The model card of a team. `picture` is a Mermaid flowchart, and `facts` say how the team was trained."""
+    """
+    The model card of a team. `picture` is a Mermaid flowchart, `facts` say how the team was trained, and the agents
+    `seeing` have vision-language models.
+    """
     hub_names = [base.name for base in manifest.bases if not base.is_local and is_hub_id(base.name)]
     base = ", ".join(hub_names) if len(hub_names) == len(manifest.bases) else None
     repo = repo or model_name
     repo = repo if is_hub_id(repo) else "path/to/the/team"
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
-    every = [_of_base(manifest, item, place) for place, item in enumerate(manifest.bases)]
+    every = [_of_base(manifest, item, place, seeing) for place, item in enumerate(manifest.bases)]
     bases, policies = ([item for item in every if bool(item["modules"]) is has] for has in (True, False))
     local = [
         manifest.players_on(item)[0].name for item in manifest.bases if item.is_local and manifest.adapters_on(item)
@@ -179,7 +183,7 @@ def team_card(
         base_model=hub_names if len(hub_names) > 1 else next(iter(hub_names), None),
         library_name="peft" if manifest.adapters else "transformers",
         model_name=model_name,
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if seeing else "text-generation",
         tags=sorted({*tags, "generated_from_trainer"}),
         datasets=datasets or None,
     )
@@ -199,6 +203,8 @@ def team_card(
         agent=manifest.players[0].name,
         bases=bases,
         policies=policies,
+        images=", images=[...]" if seeing else "",
+        classes=", ".join(sorted({item[name] for item in every for name in ("model_class", "processing_class")})),
         repo=repo,
         rank=max_rank,
         paper=PAPER,
@@ -208,9 +214,12 @@ def team_card(
     return ModelCard(content)
 
 
-def _of_base(manifest: TeamManifest, base: BaseModel, place: int) -> dict[str, Any]:
+def _of_base(manifest: TeamManifest, base: BaseModel, place: int, seeing: Collection[str]) -> dict[str, Any]:
     """What the card says of a base and its adapters."""
+    sees = any(agent.name in seeing for agent in manifest.players_on(base))
     return {
+        "model_class": "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM",
+        "processing_class": "AutoProcessor" if sees else "AutoTokenizer",
         "name": base.name if not base.is_local and is_hub_id(base.name) else _PLACE,
         "first": manifest.players_on(base)[0].adapter,
         "tokenizer": f', subfolder="{base.folder}"' if base.folder else "",

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..algorithms.baselines import CREDITS
 from ..algorithms.functional import nan_std
 from ..config.team_setup import RunContext, TeamSetup
+from ..episodes.records import Messages
 from ..rollout.reward_scorer import AgentReturns
 from ..rollout.rollouts import Rollout
 from ..seams.libraries import get_logger
@@ -358,7 +359,7 @@ class Reporter:
                 columns |= {"earned": episode.earned[turn.index]} if any(episode.earned) else {}
                 columns |= {f"turn_reward/{name}": value for name, value in (own[turn.index] if own else {}).items()}
                 advantage = _mean(turn_advantages[turn.index]) if turn_advantages is not None else None
-                shown = without_pixels(turn.observation) if turn.images else turn.observation
+                shown = without_pixels(turn.observation) if _has_lists(turn.observation) else turn.observation
                 table.append(TableRow(shown, turn.raw_text, rewards, advantage, columns))
         self._episode_rewards += map(_to_float, rollout.rewards)
         self._table[mode] += self._processes.gather(table)
@@ -440,3 +441,8 @@ def _mean(advantage: Advantage) -> float | None:
     if isinstance(advantage, Sequence):
         return sum(advantage) / len(advantage) if advantage else 0.0
     return advantage
+
+
+def _has_lists(observation: str | Messages) -> bool:
+    """`True` if contents are lists, of parts or of what a tool returned, which tables do not take."""
+    return not isinstance(observation, str) and any(isinstance(item.get("content"), list) for item in observation)

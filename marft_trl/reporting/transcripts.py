@@ -18,7 +18,7 @@ from typing import Any, cast
 import jinja2
 from markupsafe import Markup
 
-from ..episodes.images import as_data_url, images_of, is_parts
+from ..episodes.images import as_data_url, images_of, is_parts, with_images
 from ..episodes.records import Episode, Messages, Turn
 from ..system.files import write_atomically
 from ..system.redaction import printable
@@ -81,8 +81,8 @@ class Transcript:
                 entries.append(_turn_entry(item, names, item is episode.answer, notes, advantages, tokens))
             else:
                 note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
-                images = _thumbnails(item.images)
-                entries.append(TranscriptMessage(item.agent, item.raw_text, (note,), is_feedback=True, images=images))
+                text, images = _shown(with_images(item.raw_text, item.images)), _thumbnails(item.images)
+                entries.append(TranscriptMessage(item.agent, text, (note,), is_feedback=True, images=images))
         return cls(
             title,
             messages_as_text(episode.prompt),
@@ -137,7 +137,7 @@ def messages_as_text(prompt: str | Messages) -> str:
 def _shown(content: Any) -> str:
     """A content as text, with the sizes of images in their places."""
     if not is_parts(content):
-        return content or ""
+        return str(content or "")
     return "\n".join(
         part["text"] if part["type"] == "text" else "[image {} x {}]".format(*part["image"].size) for part in content
     )

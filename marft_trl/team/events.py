@@ -29,6 +29,7 @@ SET_ELSEWHERE = {
         "saved with the team.",
     ),
     "do_sample": "Write `greedy=True` to decode without sampling.",
+    "images": 'Write `team.run([{"prompt": ..., "images": [...]}])`.',
     "num_return_sequences": "Write `team.run(questions, num_samples=...)`.",
 }
 

@@ -367,7 +367,10 @@ class SavedTeam:
         forget_local_bases(folder, manifest)
         max_rank = max((getattr(config, "r", 0) for config in saved), default=0)
         facts = {"base model": manifest.base_names}
-        card = team_card(manifest, folder.name, tags=TAGS, max_rank=max_rank, facts=facts)
+        seeing = [
+            name for base in self.bases if isinstance(base.processing_class, ProcessorMixin) for name in base.agents
+        ]
+        card = team_card(manifest, folder.name, tags=TAGS, max_rank=max_rank, facts=facts, seeing=seeing)
         card.save(folder / CARD_NAME)
 
 

@@ -219,16 +219,22 @@ def check_images(bases: Sequence[Base], args: MARFTConfig, datasets: Mapping[str
         columns = [column for column in ("image", "images") if column in (dataset.column_names or ())]
         if columns and not sees_images:
             raise ValueError(
-                f"`{name}` has the column {columns[0]!r} with images, but no agent sees images: `model` is not a "
-                "vision-language model with its processor, or all agents have `sees_images=False`. Remove the column, "
-                "or rename it if reward functions need it."
+                f"`{name}` has the column {columns[0]!r}, but no agent sees images: "
+                + ("`sees_images=False`" if any(base.images for base in bases) else _without_processor(bases[0]))
+                + ". To train on texts alone, remove the column, or rename it if reward functions need it."
             )
         if sees_images and isinstance(dataset, Dataset):
-            for number, row in enumerate(dataset.select(range(min(len(dataset), _CHECKED_ROWS)))):
+            for number in range(min(len(dataset), _CHECKED_ROWS)):
                 try:
-                    read_prompt(row)
-                except ImageError as error:
-                    raise ValueError(f"Row {number} of `{name}`: {error}") from error
+                    read_prompt(dataset[number])
+                except Exception as error:  # of `datasets`, which decodes a column of the type `Image`
+                    kind = "" if isinstance(error, ImageError) else f"{type(error).__name__}: "
+                    raise ValueError(f"Row {number} of `{name}`: {kind}{error}") from error
+
+
+def _without_processor(base: Base) -> str:
+    kind = type(base.processing_class).__name__
+    return f"`processing_class` is a {kind}; a vision-language model needs `AutoProcessor.from_pretrained(...)`"
 
 
 def make_policies(bases: Sequence[Base], agents: Sequence[AgentSpec]) -> Policies:

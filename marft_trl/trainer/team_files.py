@@ -131,6 +131,7 @@ class TeamFiles:
             max_rank=max((getattr(self._configs[name], "r", 0) for name in self._adapters), default=0),
             facts=self._facts(latest, dataset_name),
             picture=self._draw_workflow(),
+            seeing=[name for name in self._team.names if self._runner.prompts.for_agent(name).template.images],
         )
 
     def _facts(self, latest: Mapping[str, float], dataset_name: str | None) -> dict[str, str]:
