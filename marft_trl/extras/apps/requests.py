@@ -201,8 +201,6 @@ def read_max_tokens(body: Mapping[str, Any]) -> int | None:
 
 def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
     row = body.get("row") or {}
-    if isinstance(row, dict) and ("image" in row or "images" in row):  # may name a file of this machine
-        raise RequestError("`row` must not have `image` or `images`. Send images as parts of messages.", field="row")
     if not isinstance(row, dict) or "prompt" in row:
         raise RequestError("`row` must be an object with further dataset columns, without `prompt`.", field="row")
     return row

@@ -409,6 +409,10 @@ class _TeamBackend:
     async def _run_episodes(
         self, chat_request: ChatRequest, workflow: Workflow | None, on_event: Callable[[Event], None] | None
     ) -> list[Episode]:
+        if self._team.sees_images and not chat_request.row.keys().isdisjoint(
+            ("image", "images")
+        ):  # may name local files
+            raise RequestError("`row` must not have images. Send them as parts of messages.", field="row")
         prompt = with_format(chat_request.messages, chat_request.schema)
         question = Question(
             [{**chat_request.row, "prompt": prompt} for _ in range(chat_request.count)],
