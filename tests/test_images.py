@@ -25,6 +25,7 @@ from marft_trl.trainer import bases
 from marft_trl.workflows import EnvironmentLoop, Workflow, together
 
 import datasets
+import pandas as pd
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
@@ -627,7 +628,8 @@ def test_lists_of_tools_are_logged(tmp_path):
 
     trainer.parts.runner.generator.generate = generate
     trainer.train()
-    assert any("[1, 2]" in str(prompt) for prompt in trainer._logs["prompt"])
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert any("[1, 2]" in str(prompt) for prompt in table["prompt"])
 
 
 def several():
