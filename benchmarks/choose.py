@@ -41,7 +41,7 @@ NOT_RECORDED = "not recorded"
 
 
 # Arms that every report has
-ALSO = {"sharing": ["shared"], "worth": ["solo"]}
+ALSO = {"sharing": ["shared"], "worth": ["solo"], "parts": ["solo"]}
 
 
 def label(setting):
@@ -90,7 +90,7 @@ def outcome(cell):
 
 def votes_of(cell):
     """Numbers of votes for which an arm is evaluated, in addition to single answers."""
-    return (3,) if cell.arm.startswith("solo") and "worth" in cell.folder.parts else ()
+    return (3,) if cell.arm.startswith("solo") and {"worth", "parts"} & {*cell.folder.parts} else ()
 
 
 def matrix(runs, key="right"):
@@ -141,7 +141,7 @@ def rows(arms):
 
 def table(grid, outcomes):
     """A Markdown table of the runs: accuracies by setting, and the difference between each arm and the first one."""
-    sign, words = (1, "the team minus it") if grid == "worth" else (-1, "minus the first")
+    sign, words = (1, "the team minus it") if grid in ("worth", "parts") else (-1, "minus the first")
     lines = [
         f"| setting | arm | right answers | {words} | tokens | updates | seconds |",
         "|---|---|---|---|---|---|---|",
@@ -202,7 +202,13 @@ def against_best(outcomes):
 
 
 # What the first arm is called
-FIRST = {"presets": "no preset", "rates": "r=8, 1e-3", "sharing": "own", "worth": "team"}
+FIRST = {
+    "presets": "no preset",
+    "rates": "r=8, 1e-3",
+    "sharing": "own",
+    "worth": "team",
+    "parts": "team, own adapters",
+}
 
 
 def made_with():

@@ -344,6 +344,27 @@ def worth(setting="three votes", max_steps=20):
     )
 
 
+# ---- Own adapters, or just more turns? ----
+
+
+def parts(setting="each knows a part", max_steps=20):
+    """
+    A team of two agents that each see a part of the question, for three times as many steps as in `worth`, compared
+    with one adapter that takes both turns (the same prompts, turns and tokens), with one agent that sees the second
+    part, and with one agent that sees the whole question. Each arm trains until it has generated as many tokens as the
+    team.
+
+    Fixed before the runs: both settings, all four arms, seeds 0 to 4, 64 held-out questions with three samples, the
+    learning rate of `worth` for every arm. Own adapters are better if the interval of the team minus one adapter is
+    above 0 over both settings. Otherwise, turns may explain what the team gains. They do if the interval of one
+    adapter minus the agent that sees one part is above 0.
+    """
+    experiment = worth(f"{setting}, longer", max_steps)
+    shared = [dataclasses.replace(agent, adapter="team") for agent in experiment.agents]
+    variants = {"one adapter, both turns": lambda experiment: experiment.changed(agents=shared)}
+    return experiment.changed(variants=variants | experiment.variants)
+
+
 GRIDS = {
     "presets": (
         presets,
@@ -354,4 +375,5 @@ GRIDS = {
     "rates": (rates, [{"preset": None}, {"preset": "marft-t"}], [0, 1, 2]),
     "sharing": (sharing, [{"team": team} for team in TEAMS], [0, 1, 2]),
     "worth": (worth, [{"setting": setting} for setting in (*WORTH, "half of it fits, longer")], [0, 1, 2, 3, 4]),
+    "parts": (parts, [{"setting": "each knows a part"}, {"setting": "half of it fits"}], [0, 1, 2, 3, 4]),
 }  # fmt: skip
