@@ -2,6 +2,7 @@
 Train a coding harness without changing it: a main agent, a sub-agent that searches files, and two tools.
 
     python examples/harness.py                       # train, and run the same harness on the served team
+    python examples/harness.py --quick               # a few steps of everything
     python examples/harness.py --seeds 0 1 2         # the gain over seeds
 
 `applications/coding_harness.py` uses Anthropic's client and contains no training code. All its agents have one model
@@ -11,7 +12,7 @@ CPU: about five minutes for the model, once, and eight minutes per seed.
 
 To train your own harness, replace `solve` (starts the harness), `right` (the reward), the model and the puzzles.
 
-`pip install ".[serve]" anthropic`. Programs run in a sandbox, which needs Linux.
+`pip install -e ".[all]" anthropic`. Programs run in a sandbox, which needs Linux.
 """
 
 import argparse
@@ -221,10 +222,13 @@ def main():
     parser.add_argument("--teaching_steps", type=int, default=800, help="supervised steps for the tiny model")
     parser.add_argument("--questions", type=int, default=200, help="number of held-out puzzles")
     parser.add_argument("--output_dir", type=Path, default=Path("harness-output"))
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     options = parser.parse_args()
+    if options.quick:
+        options.teaching_steps, options.max_steps, options.questions = 30, 1, 8
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    base, gains = base_model(options.output_dir / "base", options.teaching_steps), []
+    base, gains = base_model(options.output_dir / f"base-{options.teaching_steps}", options.teaching_steps), []
     for seed in options.seeds:
         folder = options.output_dir / f"seed-{seed}"
         before, after = train(base, folder, seed, options)

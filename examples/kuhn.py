@@ -2,6 +2,7 @@
 Kuhn poker between two language models, and how far they are from an equilibrium, computed exactly.
 
     python examples/kuhn.py                               # a LoRA for each seat: about five minutes on a CPU
+    python examples/kuhn.py --quick                       # a few steps of everything
     python examples/kuhn.py --players one                 # one LoRA plays both seats
     python examples/kuhn.py --players copies --device cuda
     make kuhn                                             # all of them, three seeds
@@ -200,6 +201,7 @@ def taught_model(base, output_dir, steps=30, seed=0, device="cpu"):
     folder = Path(output_dir) / f"taught-{Path(base).name}-{steps}-{digest}"
     if (folder / "config.json").exists():
         return str(folder)
+    print("Teaching the model to toss coins (once) ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
     tokens_of_moves(tokenizer)  # raises before the model is trained
@@ -286,6 +288,7 @@ def run(model, folder, players="own", baseline="rae", seed=0, max_steps=30, devi
     measure = Measure(PolicyReader(trainer, players))
     trainer.add_callback(measure)
     trainer.train()
+    trainer.save_model()
     return {"measured": measure.found, "policies": measure.policies}
 
 
@@ -299,17 +302,22 @@ def main():
     parser.add_argument("--model", help="folder, or name on the Hub (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output_dir", type=Path, default=Path("kuhn-output"))
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if options.quick:
+        options.teaching_steps, options.max_steps = 2, 1
+    settings = {"per_device_train_batch_size": 16} if options.quick else {}
     base, steps = options.model or smollm2(), options.teaching_steps
     taught = taught_model(base, options.output_dir, steps, device=options.device)
     name = f"{options.players}-{options.baseline}-{options.seed}"
     chosen = (options.players, options.baseline, options.seed, options.max_steps, options.device)
-    result = run(taught, options.output_dir / name, *chosen)
+    result = run(taught, options.output_dir / name, *chosen, **settings)
     (options.output_dir / f"{name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     for shown_to_player, moves in result["policies"][-1].items():
         print(f"{shown_to_player:65}", ", ".join(f"{move} {value:.2f}" for move, value in moves.items()))
+    print(f"the saved team, on the base {taught}: {options.output_dir / name}/")
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ def main():
     logging.disable_progress_bar()
     if options.quick:
         options.teaching_steps, options.max_steps = 20, 2
+    count = 40 if options.quick else 400
     base = options.output_dir / f"base-{options.teaching_steps}-{options.seed}"
     model = options.model or taught_model(base, options.teaching_steps, options.seed)
     trainer = MARFTTrainer(
@@ -195,7 +196,7 @@ def main():
             seed=options.seed,
         ),
         train_dataset=Dataset.from_list(make_rows(8 * options.max_steps, seed=0)),
-        eval_dataset=Dataset.from_list(make_rows(400, seed=1)),
+        eval_dataset=Dataset.from_list(make_rows(count, seed=1)),
         eval_metrics=team_exact_match(),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )
@@ -207,7 +208,7 @@ def main():
     without_looker = trainer.evaluate(metric_key_prefix="eval_silenced")["eval_silenced_exact_match"]
     trainer.view = team_view
     trainer.save_model()
-    print("\nright answers of the team on 400 held-out questions")
+    print(f"\nright answers of the team on {count} held-out questions")
     print(f"  before training        {before:6.1%}\n  after training         {after:6.1%}")
     print(f"  with a silenced looker {without_looker:6.1%}, and 1 of 24 by chance\n")
 

@@ -1,6 +1,7 @@
 """
 Train the paper's team of two on mathematics: a reasoner plans and an actor answers.
 
+    python examples/math_duo.py --quick  # a few steps of a tiny model on small sums, offline
     python examples/math_duo.py --config examples/math_duo.yaml
     accelerate launch examples/math_duo.py --config examples/math_duo.yaml --learning_rate 1e-5
     torchrun --nproc_per_node 8 examples/math_duo.py --config examples/math_duo.yaml
@@ -8,14 +9,16 @@ Train the paper's team of two on mathematics: a reasoner plans and an actor answ
     # a local file of records with `prompt` and `solution` (JSON lines or Parquet), and any model
     python examples/math_duo.py --model_name_or_path path/to/model --dataset_file problems.jsonl --output_dir math-duo
 
-The reward needs math-verify (`pip install ".[math]"`). Every setting of the YAML file is also a command-line
+The reward needs `pip install -e ".[all]"`. Every setting of the YAML file is also a command-line
 option. Options take precedence over the YAML file.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
+from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
 
 from datasets import load_dataset
 from peft import LoraConfig
@@ -30,6 +33,12 @@ REASONER = (
 ACTOR = (
     "Two LLM agents (reasoner -> actor) collaborate to solve a mathematical problem. You are the actor: follow the "
     "reasoner's steps, check them, and give the final answer in \\boxed{}."
+)
+
+# Settings of `--quick`. Those that follow on the command line take precedence
+QUICK = (
+    "--output_dir math-duo-output --use_peft true --max_steps 2 --eval_size 8 --num_generations 4 --logging_steps 1 "
+    "--per_device_train_batch_size 8 --gradient_accumulation_steps 1 --max_completion_length 16 --report_to none"
 )
 
 
@@ -49,6 +58,8 @@ class ScriptArguments:
             Number of problems held out for evaluation.
         agents (`list[dict]`, *optional*):
             Agents of the team, each as a mapping of `AgentSpec` fields. Defaults to the reasoner and the actor.
+        quick (`bool`, *optional*, defaults to `False`):
+            Whether to train a tiny model on small sums for a few steps, instead of the named model and dataset.
     """
 
     dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the Hub with `prompt`, `solution`."})
@@ -58,12 +69,15 @@ class ScriptArguments:
     agents: list[dict] | None = field(
         default=None, metadata={"help": "Agents of the team, as mappings of AgentSpec fields, in a YAML file."}
     )
+    quick: bool = field(default=False, metadata={"help": "Train a tiny model on small sums for a few steps."})
 
 
 def load_problems(script_args: ScriptArguments):
-    if (script_args.dataset_name is None) == (script_args.dataset_file is None):
+    if script_args.quick:
+        dataset = tiny_dataset(64)
+    elif (script_args.dataset_name is None) == (script_args.dataset_file is None):
         raise ValueError("Set exactly one of `--dataset_name` (on the Hub) and `--dataset_file` (local).")
-    if script_args.dataset_name is not None:
+    elif script_args.dataset_name is not None:
         dataset = load_dataset(script_args.dataset_name, split=script_args.dataset_split)
     else:
         kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -75,13 +89,21 @@ def load_problems(script_args: ScriptArguments):
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     if script_args.eval_size == 0:
         return dataset, None
+    if script_args.eval_size >= len(dataset):
+        raise ValueError(
+            f"`--eval_size {script_args.eval_size}` leaves nothing to train on: there are {len(dataset)} problems. "
+            "Lower it, or set `--eval_size 0` to train without evaluation."
+        )
     parts = dataset.train_test_split(test_size=script_args.eval_size, seed=0)
     return parts["train"], parts["test"]
 
 
 def main():
     parser = TrlParser((ScriptArguments, MARFTConfig, ModelConfig))
-    script_args, training_args, model_args = parser.parse_args_and_config()
+    options = [*QUICK.split(), *sys.argv[1:]] if "--quick" in sys.argv else sys.argv[1:]
+    script_args, training_args, model_args = parser.parse_args_and_config(options)
+    if script_args.quick:
+        model_args.model_name_or_path = tiny_team_model(steps=100)
     if model_args.model_name_or_path is None:
         raise ValueError("Set `--model_name_or_path` to a model on the Hub or a local folder.")
     training_args.model_init_kwargs = {
@@ -95,7 +117,7 @@ def main():
     trainer = MARFTTrainer(
         model=model_args.model_name_or_path,
         agents=[AgentSpec(**agent) for agent in script_args.agents] if script_args.agents else agents,
-        reward_funcs=accuracy_reward,
+        reward_funcs=exact_answer if script_args.quick else accuracy_reward,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
@@ -118,6 +140,7 @@ def main():
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.end()
+    print(f"the saved team, on the base {model_args.model_name_or_path}: {training_args.output_dir}/")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 Train a team in an environment with several rounds: guess a number, cross a grid or empty a store.
 
     python examples/play.py --world grid                       # a tiny model, offline, some minutes on a CPU
+    python examples/play.py --quick                            # a few steps of everything
     python examples/play.py --world store --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --learning_rate 1e-5
 
 `worlds.py` defines the environments and the teams: one agent in several rounds ("guess"), a planner and a mover
@@ -28,12 +29,13 @@ def taught_model(world, seed, steps=600):
     tokenizer = tiny_tokenizer(world.words)
     model = tiny_model(len(tokenizer), seed=seed)
     set_seed(seed)
+    print("Teaching a tiny model the rules ...", flush=True)
     rows = scripted_turns(tokenizer, world.workflow, world.agents, world.row, world.scripted, seed)
     warm_up(model, tokenizer, steps=steps, learning_rate=1.5e-3, rows=rows)
     return model, tokenizer
 
 
-def make_trainer(world, model, tokenizer, args, seed):
+def make_trainer(world, model, tokenizer, args, seed, episodes):
     draw = random.Random(seed)
     return MARFTTrainer(
         model=model,
@@ -42,14 +44,15 @@ def make_trainer(world, model, tokenizer, args, seed):
         workflow=world.workflow,
         args=args,
         train_dataset=Dataset.from_list([world.row(draw) for _ in range(2000)]),
-        eval_dataset=Dataset.from_list([world.row(draw) for _ in range(400)]),
+        eval_dataset=Dataset.from_list([world.row(draw) for _ in range(episodes)]),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )
 
 
-def play(world, output_dir, model, tokenizer=None, seed=0, max_steps=40, learning_rate=None):
+def play(world, output_dir, model, tokenizer=None, seed=0, max_steps=40, learning_rate=None, episodes=400):
     """
     Train the world's team with a tiny model and its tokenizer, or with a real model, which loads its own tokenizer.
+    Each evaluation plays `episodes`.
 
     Returns: the trainer, and the evaluation metrics before and after training.
     """
@@ -68,7 +71,7 @@ def play(world, output_dir, model, tokenizer=None, seed=0, max_steps=40, learnin
         disable_tqdm=False,
         seed=seed,
     )
-    trainer = make_trainer(world, model, tokenizer, args, seed)
+    trainer = make_trainer(world, model, tokenizer, args, seed, episodes)
     before = trainer.evaluate()
     trainer.train()
     return trainer, before, trainer.evaluate()
@@ -83,18 +86,24 @@ def main():
     parser.add_argument("--learning_rate", type=float)
     parser.add_argument("--teaching_steps", type=int, default=600, help="Supervised steps for the tiny model.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="A few steps of everything.")
     options = parser.parse_args()
+    if options.quick:
+        options.teaching_steps, options.max_steps = 30, 2
+    episodes = 40 if options.quick else 400
     logging.set_verbosity_error()
     world, seed = WORLDS[options.world](), options.seed
     model, tokenizer = options.model_name_or_path, None
     if model is None:
         model, tokenizer = taught_model(world, seed, options.teaching_steps)
     trainer, before, after = play(
-        world, options.output_dir, model, tokenizer, seed, options.max_steps, options.learning_rate
+        world, options.output_dir, model, tokenizer, seed, options.max_steps, options.learning_rate, episodes
     )
     trainer.save_model()
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward"])
-    print(f"reward of 400 episodes: {before['eval_reward']:.3f} before, {after['eval_reward']:.3f} after training")
+    print(
+        f"reward of {episodes} episodes: {before['eval_reward']:.3f} before, {after['eval_reward']:.3f} after training"
+    )
     print(f"adapters, learning curve and model card: {options.output_dir}/")
 
 

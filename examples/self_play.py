@@ -2,6 +2,7 @@
 Self-play in Nim: two players take one to three stones in turn, and whoever takes the last one wins.
 
     python examples/self_play.py                              # one policy plays both sides; two minutes on a CPU
+    python examples/self_play.py --quick                      # a few steps of everything
     python examples/self_play.py --opponent copies            # against past copies of the policy
     python examples/self_play.py --opponent perfect           # against a perfect player
     python examples/self_play.py --model HuggingFaceTB/SmolLM2-135M-Instruct --device cuda
@@ -137,6 +138,7 @@ def taught_model(seed, steps=800, base=None, device="cpu"):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.to(device)
     set_seed(seed)
+    print("Teaching the model the rules ...", flush=True)
 
     def scripted_move(episode, agent, seen, draw):
         stones = episode.environment.stones
@@ -198,7 +200,11 @@ def main():
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--teaching_steps", type=int, help="supervised steps (default: 800, or 50 with `--model`)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     options = parser.parse_args()
+    if options.quick:
+        options.teaching_steps, options.max_steps = 30, 2
+    count = 40 if options.quick else 200
     logging.set_verbosity_error()
     steps = (50 if options.model else 800) if options.teaching_steps is None else options.teaching_steps
     model, tokenizer = taught_model(options.seed, steps, options.model, options.device)
@@ -212,8 +218,8 @@ def main():
     trainer.save_model()
     save_learning_curve(trainer.state.log_history, options.output_dir, ["agents/player/return"])
     folders = (before, options.output_dir)
-    shares = [share_not_lost(folder, str(base), tokenizer, greedy=False) for folder in folders]
-    print("winnable games of 200 not lost to a perfect player: {:.1%} before, {:.1%} after".format(*shares))
+    shares = [share_not_lost(folder, str(base), tokenizer, count=count, greedy=False) for folder in folders]
+    print(f"winnable games of {count} not lost to a perfect player: {shares[0]:.1%} before, {shares[1]:.1%} after")
     print(f"adapters, learning curve and model card: {options.output_dir}/")
 
 

@@ -2,6 +2,7 @@
 Train the agents of an existing application without changing it: offline, on a CPU, in minutes.
 
     python examples/train_application.py                                     # on the client of OpenAI
+    python examples/train_application.py --quick                             # a few steps of everything
     python examples/train_application.py --app anthropic                     # on the client of Anthropic
     python examples/train_application.py --app langgraph --seeds 0 1 2       # on LangGraph
     python examples/train_application.py --app agents_sdk                    # on the OpenAI Agents SDK
@@ -15,7 +16,6 @@ for its answer. Each request is a turn of the agent of that name. Both agents st
 import argparse
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
@@ -77,7 +77,7 @@ def reads_the_steps(answers, turns, **columns):
 def train(app, seed, options, folder):
     """Metrics before and after training."""
     args = MARFTConfig(
-        folder,
+        str(folder),
         per_device_train_batch_size=64,  # 8 questions with 8 episodes each
         num_generations=8,
         num_generations_eval=1,
@@ -91,7 +91,7 @@ def train(app, seed, options, folder):
         seed=seed,
     )
     trainer = MARFTTrainer(
-        model=tiny_team_model(),
+        model=tiny_team_model(steps=100 if options.quick else 800),
         agents=[AgentSpec("reasoner", max_completion_length=24), AgentSpec("actor", max_completion_length=6)],
         workflow=ExternalApp(app),
         reward_funcs=exact_answer,
@@ -103,6 +103,7 @@ def train(app, seed, options, folder):
     )
     before = trainer.evaluate()
     trainer.train()
+    trainer.save_model()
     return before, trainer.evaluate()
 
 
@@ -112,14 +113,18 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--questions", type=int, default=200, help="number of evaluation questions")
+    parser.add_argument("--output_dir", type=Path, default=Path("application-output"))
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     options = parser.parse_args()
+    if options.quick:
+        options.max_steps, options.questions = 2, 20
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     names = {"team: right answers": "exact_match", "reasoner: right steps": "reasoner", "actor: reads them": "actor"}
     gains = {title: [] for title in names}
     for seed in options.seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            before, after = train(APPS[options.app], seed, options, folder)
+        folder = options.output_dir / f"{options.app}-{seed}"
+        before, after = train(APPS[options.app], seed, options, folder)
         for title, name in names.items():
             start, end = (100 * metrics[f"eval_{name}"] for metrics in (before, after))
             gains[title].append(end - start)
@@ -127,6 +132,7 @@ def main():
     for title, points in gains.items():
         spread = f", standard error {statistics.stdev(points) / len(points) ** 0.5:.1f}" if len(points) > 1 else ""
         print(f"{options.app}, {title:22} {statistics.mean(points):+5.1f} points over {len(points)} seeds{spread}")
+    print(f"the saved team of the last seed: {folder}/")
 
 
 if __name__ == "__main__":

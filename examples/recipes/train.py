@@ -10,7 +10,7 @@ MARFT's experiments, one command each.
     python examples/recipes/train.py --config examples/recipes/math_duo.yaml --dry_run true
 
 The YAML files hold the published settings; the command line takes precedence. `docs/reports/recipes.md` has the grid.
-The rewards need math-verify (`pip install ".[math]"`) or, for programs, Linux.
+The rewards need `pip install -e ".[all]"` or, for programs, Linux.
 """
 
 import math
