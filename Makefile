@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart real kuhn notebooks site test test-gpu test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
-.PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness gpu clean
+.PHONY: benchmark-learning benchmark-engines benchmark-staleness gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,7 +32,7 @@ real: $(READY)  ## train a pretrained duo on four families of tasks, and one age
 	$(BIN)/python -W ignore examples/real.py --device $(DEVICE)
 
 kuhn: $(READY)  ## self-play of a pretrained model in Kuhn poker, measured exactly: 22 minutes on two cores
-	$(BIN)/python -W ignore benchmarks/kuhn_poker.py --device $(DEVICE)
+	$(BIN)/python -W ignore benchmarks/learning/kuhn_poker.py --device $(DEVICE)
 
 test: $(READY)  ## the tests, on the CPU: four minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not slow and not exhaustive"
@@ -102,28 +102,25 @@ format: $(READY)
 commit-checks: format quality test  ## what has to pass before a commit
 
 benchmark: $(READY)  ## one training step against GRPOTrainer
-	$(BIN)/python -W ignore benchmarks/step_time.py
+	$(BIN)/python -W ignore benchmarks/speed/step_time.py
 
 benchmark-peers: $(READY)  ## one training step against TRL and CoMLRL
-	$(BIN)/python -W ignore benchmarks/peers.py
+	$(BIN)/python -W ignore benchmarks/speed/peers.py
 
 benchmark-scaling: $(READY)  ## how the cost of a step grows
-	$(BIN)/python -W ignore benchmarks/scaling.py
+	$(BIN)/python -W ignore benchmarks/speed/scaling.py
 
 benchmark-learning: $(READY)  ## every preset on the embedded team, over five seeds
-	$(BIN)/python -W ignore benchmarks/learning.py
+	$(BIN)/python -W ignore benchmarks/learning/learning.py
 
 benchmark-engines: $(READY) .venv-vllm/.ready  ## rollouts on a vLLM server
-	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -W ignore benchmarks/engines.py
+	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -W ignore benchmarks/servers/engines.py
 
 benchmark-staleness: $(READY) .venv-vllm/.ready  ## learning on turns of earlier weights, over five seeds
-	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -W ignore benchmarks/staleness.py
-
-benchmark-import: $(READY)  ## import times beside TRL's
-	$(BIN)/python benchmarks/import_time.py
+	MARFT_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -W ignore benchmarks/servers/staleness.py
 
 gpu: $(READY)  ## what has to be so on a GPU, checked, with figures
-	$(BIN)/python -W ignore benchmarks/gpu.py --page benchmark-output/gpu.md
+	$(BIN)/python -W ignore benchmarks/devices/gpu.py --page benchmark-output/gpu.md
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output real-output kuhn-output warm-up-output benchmark-output site-output
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* .venv-comlrl .venv-vllm *-output

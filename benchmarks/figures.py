@@ -26,22 +26,22 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = ("torch", "transformers", "trl", "peft")
 SHOWN = (*PACKAGES, "vllm")
 
-# Data files by the module that makes tables of them. `tables(found)` returns the text of each block.
+# Data files by the benchmark that makes tables of them. `tables(found)` returns the text of each block.
 MADE_BY = {
-    "central_critic": "central_critic",
-    "credit_fidelity": "credit_fidelity",
-    "equal_tokens": "learning",
-    "kuhn": "kuhn_poker",
-    "learning": "learning",
-    "passes": "launches",
+    "central_critic": "learning/central_critic",
+    "credit_fidelity": "learning/credit_fidelity",
+    "equal_tokens": "learning/learning",
+    "kuhn": "learning/kuhn_poker",
+    "learning": "learning/learning",
+    "passes": "speed/launches",
     "plans": "recipe_plans",
-    "real": "real_page",
-    "scaling": "scaling",
-    "self_play": "nim",
-    "servers": "engines",
-    "serving": "serving",
-    "spared_passes": "spared_passes",
-    "staleness": "staleness",
+    "real": "learning/real_page",
+    "scaling": "speed/scaling",
+    "self_play": "learning/nim",
+    "servers": "servers/engines",
+    "serving": "servers/serving",
+    "spared_passes": "speed/spared_passes",
+    "staleness": "servers/staleness",
 }
 
 
@@ -104,9 +104,18 @@ def compare(measurements: dict, before, after) -> None:
 def publish(name: str, measurements: dict) -> None:
     """Write measurements to the data file, and their tables into the pages."""
     _write(name, measurements)
-    _leave_out_printed(importlib.import_module(MADE_BY[name]).tables(measurements))
+    _leave_out_printed(made_by(name).tables(measurements))
     for page, text in pages(blocks()).items():
         page.write_text(text, encoding="utf-8")
+
+
+def made_by(name: str):
+    """The benchmark that makes the tables of a data file. It imports the modules of its folder by their names."""
+    folder, _, module = MADE_BY[name].rpartition("/")
+    path = str(Path(__file__).parent / folder)
+    if path not in sys.path:
+        sys.path.insert(0, path)
+    return importlib.import_module(module)
 
 
 def _write(name: str, measurements: dict) -> None:
@@ -133,9 +142,9 @@ def blocks() -> dict[str, str]:
     """The text of every block."""
     printed = load("printed")
     texts = {name: markdown(run["columns"], run["rows"]) for name, run in printed.items() if name != "sentences"}
-    for name, module in MADE_BY.items():
+    for name in MADE_BY:
         if (DATA / f"{name}.json").exists():
-            texts |= importlib.import_module(module).tables(load(name))
+            texts |= made_by(name).tables(load(name))
     return {**texts, "made": table_of_runs()}
 
 
@@ -179,6 +188,5 @@ def shown(versions: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     for page, text in pages(blocks()).items():
         page.write_text(text, encoding="utf-8")

@@ -38,18 +38,15 @@ def on_page_markdown(markdown, page, config, files):
 
 def with_copies(markdown, page, add=lambda name, file: None):
     """A page with links to copies of files of the repository. `add(name, file)` gets each of them."""
-    up = "../" * page.count("/")
 
     def to_copy(match):
         file = (ROOT / "docs" / page).parent.joinpath(match[1]).resolve()
-        if file == ROOT / "docs" / "README.md":  # the list of pages, which the navigation is here
-            return f"]({up}index.md)"
         if file.is_relative_to(ROOT / "docs") or not file.is_file():
             return match[0]
         path = file.relative_to(ROOT).as_posix()
         name = f"source/{path}" + ("" if path.endswith((".yaml", ".yml")) else ".txt")
         add(name, file)
-        return f"]({up}{name})"
+        return f"]({'../' * page.count('/')}{name})"
 
     return LINK.sub(to_copy, markdown)
 

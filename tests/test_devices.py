@@ -371,7 +371,7 @@ def test_a_lone_process_among_others_logs_a_warning(tmp_path, monkeypatch, caplo
 @pytest.mark.slow
 @pretended
 def test_the_checks_of_a_gpu_run_from_start_to_end():
-    output = run("benchmarks/gpu.py", "--device", "pretend")
+    output = run("benchmarks/devices/gpu.py", "--device", "pretend")
     assert "**NOT**" not in output and output.count("as expected") >= 7, output
 
 

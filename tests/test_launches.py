@@ -22,7 +22,7 @@ from .families import FAMILIES, family_model
 from .helpers import calling, logged_steps, shake, team_trainer, weights
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "speed"))
 import launches
 
 

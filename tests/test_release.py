@@ -1,6 +1,7 @@
 """The parts of a release: one version, pinned actions, a wheel with all files that the package reads."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_one_version():
 def test_the_wheel_has_all_files_that_the_package_reads(tmp_path):
     tracked = subprocess.run(["git", "ls-files", "marft_trl"], cwd=ROOT, capture_output=True, text=True, check=True)
     copy = tmp_path / "copy"  # a build leaves files behind
-    for name in [*tracked.stdout.split(), "pyproject.toml", "README.md", "LICENSE"]:
+    for name in [*tracked.stdout.split(), "pyproject.toml", "setup.py", "README.md", "LICENSE"]:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(copy)]
@@ -57,3 +58,22 @@ def test_the_wheel_has_all_files_that_the_package_reads(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == {*tracked.stdout.split()}
+
+
+def test_the_readme_of_the_wheel_has_absolute_links(monkeypatch):
+    """As soon as the address of the repository is known; `python -m build` makes the rest."""
+    made, address = [], 'Repository = "https://example.org/a/b"'
+    monkeypatch.setattr("setuptools.setup", lambda **arguments: made.append(arguments["long_description"]))
+    runpy.run_path(str(ROOT / "setup.py"))
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, **options: read(path, **options).replace("[project.urls]", f"[project.urls]\n{address}"),
+    )
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert made[0] == (ROOT / "README.md").read_text()
+    base = f"https://example.org/a/b/blob/v{PROJECT['version']}/"
+    assert f"]({base}docs/index.md)" in made[1] and f'src="{base.replace("blob", "raw")}docs/pictures/team' in made[1]
+    links = re.findall(r'(?:\]\(|src="|srcset=")([^)"]+)', re.sub(r"```.*?```", "", made[1], flags=re.DOTALL))
+    assert len(links) > 20 and all(link.startswith("https://") for link in links)

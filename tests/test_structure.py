@@ -302,6 +302,14 @@ def test_scripts_import_names_that_are_there():
     assert not missing
 
 
+def test_every_benchmark_has_a_row_in_the_readme():
+    folder = ROOT / "benchmarks"
+    tables, helpers = (folder / "README.md").read_text().split("## Helper modules")
+    listed = re.findall(r"^\| \[`[\w.]+`\]\(([\w/]+\.py)\) \|", tables, re.MULTILINE)
+    listed += re.findall(r"`([\w/]+\.py)`", helpers)
+    assert sorted(listed) == sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+
+
 # ---- The page of the design ----
 
 

@@ -321,7 +321,7 @@ def test_a_pretrained_team_trains_three_steps(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_team_of_the_quickstart_learns_on_a_server(tmp_path, staleness):
-    """`benchmarks/staleness.py` compares this with transformers, over five seeds."""
+    """`benchmarks/servers/staleness.py` compares this with transformers, over five seeds."""
     model = str(tiny_team_model())
     server = Server(model, PORT + 3, tmp_path / "log").start().wait()
     settings = {

@@ -346,7 +346,7 @@ def environment_flag_is_set(variable: str) -> bool:
 
 
 def check_engine(args: Any) -> None:
-    """Raise a `ValueError` for engines that match gradients of processes by position (`benchmarks/zero.py`)."""
+    """Raise a `ValueError` if the engine matches gradients of processes by position (`benchmarks/devices/zero.py`)."""
     stage = None
     if args.deepspeed or environment_flag_is_set("ACCELERATE_USE_DEEPSPEED"):
         stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None)

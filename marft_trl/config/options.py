@@ -198,7 +198,7 @@ UNUSED: dict[str, Unused] = {
     "length_column_name": Unused("rows are not grouped by length."),
     "average_tokens_across_devices": Unused("losses are always normalized over all processes."),
     "label_smoothing_factor": Unused("the loss of a policy has no labels."),
-    "log_multimodal": Unused("agents see and write only text."),
+    "log_multimodal": Unused("logs have the sizes of images, and transcripts small copies."),
     "transformers_continuous_batching_config": Unused("continuous batching supports only one policy."),
     "ds3_gather_for_generation": Unused("DeepSpeed is not supported."),
     "vllm_group_port": Unused("servers load adapters from files."),

@@ -80,7 +80,8 @@ class Transcript:
                 notes += [f"own reward: {_scores(known)}"] if known else []
                 entries.append(_turn_entry(item, names, item is episode.answer, notes, advantages, tokens))
             else:
-                note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
+                note = "feedback" if item.tool is None else f"result of {item.tool}"
+                note += f", for {item.audience}" if item.audience else ""
                 text, images = _shown(with_images(item.raw_text, item.images)), _thumbnails(item.images)
                 entries.append(TranscriptMessage(item.agent, text, (note,), is_feedback=True, images=images))
         return cls(

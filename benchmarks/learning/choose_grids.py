@@ -1,0 +1,379 @@
+"""
+The experiments of `choose.py`: one function for each grid. Its arguments are a setting of the grid.
+"""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from marft_trl import AgentSpec, MARFTConfig, Workflow
+from marft_trl.prompts import team_view
+from marft_trl.rewards import math_answer
+from marft_trl.workflows import Debate, MixtureOfAgents, UntilApproved
+from marft_trl.workflows.base import together
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import real
+
+
+SHORT = {"max_completion_length": 8}
+WORK = "Work out the answer in a few words."
+
+
+def make(*args, **settings):
+    """The experiment of `examples/real.py`, which sets the precision of products for a model in float32."""
+    experiment = real.make(*args, **settings)
+    torch.set_float32_matmul_precision("highest")
+    return experiment
+
+
+def settings(max_steps, preset=None, **changes):
+    """Training arguments: those of `examples/real.py` in bfloat16, with a preset or other changes."""
+    args = make(max_steps=max_steps).args
+    same = (
+        *("learning_rate", "lr_scheduler_type", "warmup_steps", "per_device_train_batch_size", "num_generations"),
+        *("per_device_eval_batch_size", "num_generations_eval", "eval_k", "temperature", "eval_right_by"),
+        *("gradient_checkpointing", "logging_steps", "save_steps", "save_total_limit", "use_cpu", "max_steps"),
+    )
+    values = {name: getattr(args, name) for name in same} | {"preset": preset, "num_completions_to_print": 0}
+    values |= {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, **changes}
+    return MARFTConfig("unused", **{name: value for name, value in values.items() if value is not None})
+
+
+# ---- Presets ----
+
+# PPO with five updates per batch has half the learning rate. Presets that sample candidates for turns have fewer
+# episodes per batch, so that the same number of tokens gives about the same number of updates.
+ONE_EACH = {"num_generations": None, "num_generations_eval": 2}
+PPO = {**ONE_EACH, "learning_rate": 5e-4, "critic_learning_rate": 1e-3}
+PRESETS = {
+    "grpo": {},
+    "dr-mas": {},
+    "magrpo": {},
+    "rloo": {},
+    "marft-t": PPO,
+    "mappo": PPO,
+    "at-grpo": {**ONE_EACH, "per_device_train_batch_size": 4},
+    "c3": {**ONE_EACH, "per_device_train_batch_size": 2},
+}
+
+
+def presets(team="chain", family="chain_sum", max_steps=16):
+    """
+    Presets next to the configuration without one. Presets with five updates per batch take four times as long, and
+    run in only one setting.
+    """
+    experiment = make(family, max_steps)
+    if team == "judge":
+        experiment = experiment.changed(
+            agents=[
+                AgentSpec("solver", system_prompt=real.ONLY, **SHORT),
+                AgentSpec("judge", system_prompt="Give only the right answer.", max_completion_length=10),
+            ],
+            workflow=MixtureOfAgents([["solver", "solver"]], "judge"),
+        )
+
+    def variant(name):
+        return lambda experiment: experiment.changed(args=settings(max_steps, name, **PRESETS[name]))
+
+    chosen = [name for name in PRESETS if PRESETS[name] is not PPO or (team, family) == ("chain", "chain_sum")]
+    return experiment.changed(args=settings(max_steps), variants={name: variant(name) for name in chosen})
+
+
+# ---- Learning rates ----
+
+RATES = {"1e-4": 1e-4, "3e-4": 3e-4, "1e-3": 1e-3, "3e-3": 3e-3}
+
+
+def rates(preset=None, family="chain_sum", max_steps=16):
+    """Learning rates of LoRAs with ranks 8 and 32; the scale of what they add, `lora_alpha / r`, is 2."""
+    of_preset = {key: value for key, value in PRESETS.get(preset, {}).items() if key != "learning_rate"}
+
+    updates = max_steps // 2 * 5 if preset else max_steps  # half as many batches, each used five times
+
+    def changed(experiment, rank, rate):
+        peft = dataclasses.replace(experiment.peft_config, r=rank, lora_alpha=2 * rank)
+        return experiment.changed(peft_config=peft, args=settings(updates, preset, **of_preset, learning_rate=rate))
+
+    def variant(rank, rate):
+        return lambda experiment: changed(experiment, rank, rate)
+
+    ranks = (8,) if preset else (8, 32)  # five updates of a batch take long
+    first, *others = [(rank, name) for name in ("1e-3", "1e-4", "3e-4", "3e-3") for rank in ranks]
+    named = {f"r={rank}, {name}": variant(rank, RATES[name]) for rank, name in others}
+    return changed(make(family, max_steps), first[0], RATES[first[1]]).changed(variants=named)
+
+
+# ---- Adapters ----
+
+
+class OrchestratorAndWorkers(Workflow):
+    """An orchestrator assigns the task, workers do it in parallel, and the orchestrator answers."""
+
+    def __init__(self, workers):
+        self.workers = workers
+
+    async def run(self, episode):
+        task = await episode.turn("orchestrator")
+        done = await together(episode.turn(worker, sees=[task]) for worker in self.workers)
+        episode.answer = await episode.turn("orchestrator", sees=[task, *done])
+
+    def named_agents(self):
+        return ["orchestrator", *self.workers]
+
+
+def says_yes(review):
+    return "yes" in review.text.lower()
+
+
+THREE = ["first", "second", "third"]
+TEAMS = {
+    "evaluator": (
+        [
+            AgentSpec("writer", system_prompt=real.ONLY, **SHORT),
+            AgentSpec("evaluator", system_prompt="Is the answer right? Say yes or no.", **SHORT),
+        ],
+        UntilApproved("writer", "evaluator", rounds=1, approves=says_yes),
+    ),
+    "voting": (
+        [AgentSpec(name, system_prompt=real.ONLY, **SHORT) for name in THREE],
+        Debate(THREE, rounds=1, vote=math_answer),
+    ),
+    "orchestrator": (
+        [
+            AgentSpec("orchestrator", system_prompt=WORK, **SHORT),
+            *(AgentSpec(name, system_prompt=real.ONLY, **SHORT) for name in THREE[:2]),
+        ],
+        OrchestratorAndWorkers(THREE[:2]),
+    ),
+}
+
+
+def sharing(team="voting", family="chain_sum", max_steps=20, held_out=None):
+    """
+    Own adapters, one shared by all, and one shared by all with the same weight for each agent; all held-out questions
+    or the first of them.
+    """
+    agents, workflow = TEAMS[team]
+    shared = [dataclasses.replace(agent, adapter="team") for agent in agents]
+    experiment = make(family, max_steps)
+    if held_out is not None:
+        experiment = experiment.changed(eval_dataset=experiment.eval_dataset.select(range(held_out)))
+    return experiment.changed(
+        agents=agents,
+        workflow=workflow,
+        args=settings(max_steps),
+        variants={
+            "shared, equal weights": lambda experiment: experiment.changed(
+                agents=shared, args=settings(max_steps, agent_weight="equal")
+            ),
+        },
+    )
+
+
+# ---- Is a team worth it? ----
+
+
+def right(completions, answer, **kwargs):
+    """1 if the last number of the answer is the right one."""
+    return [float(math_answer(text) == target) for text, target in zip(map(text_of, completions), answer, strict=True)]
+
+
+def alone(completions, answer, **kwargs):
+    """1 if the answer is the right number and nothing else."""
+    return [float(text.strip() == target) for text, target in zip(map(text_of, completions), answer, strict=True)]
+
+
+def text_of(completion):
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def questions(kind, count, seed, without=()):
+    """Distinct questions of a kind with their answers; none of `without`."""
+    draws, rows, used_texts = np.random.default_rng(seed), [], {*without}
+    while len(rows) < count:
+        text, answer = KINDS[kind](draws)
+        if text not in used_texts:
+            used_texts.add(text)
+            rows.append({"prompt": [{"role": "user", "content": text}], "answer": str(answer)})
+    return Dataset.from_list(rows)
+
+
+ASKED = "State the final answer to the following arithmetic problem:"
+
+
+def difference(draws):
+    """Solved by subtraction, checked by addition."""
+    solution, term = draws.integers(1, 13, size=2)
+    return f"{ASKED} {solution + term} - {term} =", solution
+
+
+def two_numbers(draws):
+    """Two numbers; each agent sees one of them."""
+    first, second = draws.integers(1, 13, size=2)
+    return f"{first}\n\n{ASKED} {second} + ?", first + second
+
+
+NAMES = ["Ann", "Bob", "Cid", "Dan", "Eva", "Fay", "Gus", "Ida"]
+
+
+def table_of_numbers(draws):
+    """A table, half of which fits into the prompt of an agent."""
+    numbers = draws.integers(10, 100, size=len(NAMES))
+    name = draws.integers(len(NAMES))
+    rows = [f"{person}: {number}" for person, number in zip(NAMES, numbers, strict=True)]
+    question = f"What is the number of {NAMES[name]}?"
+    return "\n\n".join(f"{', '.join(half)}\n{question}" for half in (rows[:4], rows[4:])), numbers[name]
+
+
+KINDS = {"difference": difference, "two numbers": two_numbers, "table": table_of_numbers}
+
+
+def first_part(agent, prompt, seen):
+    """A view of the first part."""
+    return part(agent, prompt, seen, 0)
+
+
+def second_part(agent, prompt, seen):
+    """A view of the second part."""
+    return part(agent, prompt, seen, 1)
+
+
+def part(agent, prompt, seen, number):
+    return team_view(agent, [{"role": "user", "content": prompt[0]["content"].split("\n\n")[number]}], seen)
+
+
+def added(messages):
+    """Reply of the checking program to a draft: it adds what was subtracted."""
+    question, _, draft = messages[-1]["content"].partition(" =")
+    whole, term = map(int, re.search(r"(\d+) - (\d+)$", question).groups())
+    number = math_answer(draft)
+    if not re.fullmatch(r"-?\d{1,4}", number or ""):
+        return "That is no number."
+    value = int(number) + term
+    return APPROVED if value == whole else f"{number} + {term} is {value}, not {whole}."
+
+
+APPROVED = "That is right."
+TELL = "Give only the number."
+WORTH = {
+    # Own questions or a family of reasoning-gym, agents, workflow, the agent alone, turns of an episode
+    "half of it fits": (
+        "table",
+        [
+            AgentSpec("reader", system_prompt=TELL, view=first_part, **SHORT),
+            AgentSpec("answerer", system_prompt=TELL, view=second_part, **SHORT),
+        ],
+        None,
+        AgentSpec("solo", system_prompt=TELL, view=second_part, max_completion_length=16),
+        2,
+    ),
+    "three votes": (
+        "chain_sum",
+        *TEAMS["voting"],
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
+        3,
+    ),
+    "checked by a program": (
+        "difference",
+        [AgentSpec("solver", system_prompt=real.ONLY, **SHORT), AgentSpec("checker", reply=added)],
+        UntilApproved("solver", "checker", rounds=1, approves=APPROVED),
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=16),
+        2,
+    ),
+    "each knows a part": (
+        "two numbers",
+        [
+            AgentSpec("scout", system_prompt="Repeat the number.", view=first_part, **SHORT),
+            AgentSpec("answerer", system_prompt=real.ONLY, view=second_part, **SHORT),
+        ],
+        None,
+        AgentSpec("solo", system_prompt=real.ONLY, view=second_part, max_completion_length=16),
+        2,
+    ),
+    "checked by an agent": (
+        "chain_sum",
+        *TEAMS["evaluator"],
+        AgentSpec("solo", system_prompt=real.ONLY, max_completion_length=24),
+        3,
+    ),
+}
+
+
+def worth(setting="three votes", max_steps=20):
+    """
+    A team, compared with one agent that has the same number of tokens, the same number of turns and, where the agent
+    saw only a part of the question, the whole question. A setting that ends in "longer" has three times as many steps,
+    and no arm with the same number of turns.
+    """
+    name, _, longer = setting.partition(", ")
+    kind, agents, workflow, solo, calls = WORTH[name]
+    max_steps *= 3 if longer else 1
+    experiment = make("chain_sum", max_steps)
+    if kind in KINDS:
+        held_out = questions(kind, 64, seed=1)
+        held_out_texts = [prompt[0]["content"] for prompt in held_out["prompt"]]
+        drawn = questions(kind, 1000 if kind == "table" else 70, seed=0, without=held_out_texts)
+        experiment = experiment.changed(
+            train_dataset=drawn, eval_dataset=held_out, reward_funcs=[right, alone],
+        )  # fmt: skip
+    by = "number_is_right" if kind not in KINDS else "right"
+    measured = {"eval_right_by": by, "num_generations_eval": 3, "per_device_eval_batch_size": 192}
+    others = {}
+    if not longer:
+        others["solo, equal turns"] = lambda experiment: experiment.changed(
+            agents=[solo], workflow=None, args=settings(calls * max_steps, **measured)
+        )
+    if solo.view is not None:
+        informed_solo = dataclasses.replace(solo, view=None)
+        others["solo, told all"] = lambda experiment: experiment.changed(agents=[informed_solo], workflow=None)
+    return experiment.changed(
+        agents=agents,
+        workflow=workflow,
+        solo=solo,
+        args=settings(max_steps, **measured),
+        options={"eval_vote": math_answer},
+        variants=others,
+    )
+
+
+# ---- Own adapters, or just more turns? ----
+
+
+def parts(setting="each knows a part", max_steps=20):
+    """
+    A team of two agents that each see a part of the question, for three times as many steps as in `worth`, compared
+    with one adapter that takes both turns (the same prompts, turns and tokens), with one agent that sees the second
+    part, and with one agent that sees the whole question. Each arm trains until it has generated as many tokens as the
+    team.
+
+    Fixed before the runs: both settings, all four arms, seeds 0 to 4, 64 held-out questions with three samples, the
+    learning rate of `worth` for every arm. Own adapters are better if the interval of the team minus one adapter is
+    above 0 over both settings. Otherwise, turns may explain what the team gains. They do if the interval of one
+    adapter minus the agent that sees one part is above 0.
+    """
+    experiment = worth(f"{setting}, longer", max_steps)
+    shared = [dataclasses.replace(agent, adapter="team") for agent in experiment.agents]
+    variants = {"one adapter, both turns": lambda experiment: experiment.changed(agents=shared)}
+    return experiment.changed(variants=variants | experiment.variants)
+
+
+GRIDS = {
+    "presets": (
+        presets,
+        [{"team": "chain", "family": "chain_sum"}, {"team": "judge", "family": "chain_sum"},
+         {"team": "chain", "family": "basic_arithmetic"}],
+        [0, 1, 2],
+    ),
+    "rates": (rates, [{"preset": None}, {"preset": "marft-t"}], [0, 1, 2]),
+    "sharing": (sharing, [{"team": team} for team in TEAMS], [0, 1, 2]),
+    "worth": (worth, [{"setting": setting} for setting in (*WORTH, "half of it fits, longer")], [0, 1, 2, 3, 4]),
+    "parts": (parts, [{"setting": "each knows a part"}, {"setting": "half of it fits"}], [0, 1, 2, 3, 4]),
+}  # fmt: skip
