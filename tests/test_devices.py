@@ -131,13 +131,14 @@ def test_a_user_s_device_map_is_kept(model_folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("has_adapters", [False, True])
-def test_a_reference_goes_to_the_device_of_its_process(has_adapters):
+def test_a_reference_goes_to_the_device_of_its_process(model_folder, has_adapters):
     """`constructing_grpo_trainer`: TRL loads the reference of a fully trained policy itself."""
     args = SimpleNamespace(
         **{"beta": 0.1, "world_size": 1, "device": torch.device("cuda", 0), "model_init_kwargs": {"dtype": "float32"}},
         **{"importance_sampling_level": "token", "use_vllm": False, "sync_ref_model": False},
     )
-    with constructing_grpo_trainer(args, has_adapters, True):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with constructing_grpo_trainer(args, get_peft_model(model, lora()) if has_adapters else model, True):
         placed = {} if has_adapters else {"device_map": {"": torch.device("cuda", 0)}}
         assert args.model_init_kwargs == {"dtype": "float32", **placed}
     assert args.model_init_kwargs == {"dtype": "float32"}

@@ -304,7 +304,7 @@ def test_an_episode_that_fails_is_left_out_and_counted(small_model, tmp_path, ca
     log = trainer.state.log_history[0]
     assert log["episodes/skipped"] == 0.25 and log["frac_unscored"] == 0.25
     assert "episodes/skipped: The workflow `Fragile` failed in episode 1 after 1 turns" in caplog.text
-    assert "returned None for the following kwargs: those of 1 of 4 episodes" in caplog.text
+    assert "All reward functions returned None for 1 of 4 episodes" in caplog.text
 
 
 def test_too_many_failures_end_the_run(small_model, tmp_path):

@@ -14,6 +14,9 @@ from .helpers import ended, lora, moved_by_training, shake, team_trainer
 from .test_persistence import hub, run_on_hub  # noqa: F401  # a fixture
 
 
+FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+
+
 QUESTIONS = [row["prompt"] for row in questions(12, seed=2)]
 
 
@@ -63,8 +66,7 @@ def test_adapters_make_a_difference_here(load, before):
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_an_agent_is_a_plain_model_with_that_agents_adapter(load, quantized):
-    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32) if quantized else None
-    team = load(quantization_config=four_bit)
+    team = load(quantization_config=FOUR_BIT if quantized else None)
     before, (episode, *_) = ids_of(team), team.run(QUESTIONS[:1], greedy=True)
     base = {id(p) for p in team.model.get_base_model().parameters()}
     for turn in episode.turns:
@@ -82,12 +84,17 @@ def test_an_agent_is_a_plain_model_with_that_agents_adapter(load, quantized):
         team["actr"]
 
 
-def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, before, tmp_path):
-    team = load()
-    (episode,) = team.run(QUESTIONS[:1], greedy=True)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, quantized, tmp_path):
+    """Merged weights of a 4-bit base are not rounded to 4 bits again, in which the adapter would be lost."""
+    team = load(quantization_config=FOUR_BIT if quantized else None)
+    before, (episode, *_) = ids_of(team), team.run(QUESTIONS[:1], greedy=True)
     for turn in episode.turns:
         model = team.merge(turn.agent)
         assert isinstance(model, PreTrainedModel) and not any("lora" in name for name, _ in model.named_parameters())
+        ids = torch.tensor([turn.prompt_ids])
+        with torch.no_grad():
+            assert torch.allclose(model(ids).logits, team[turn.agent](ids).logits, atol=1e-4)
         assert continuation(model, turn) == turn.completion_ids
     model.save_pretrained(tmp_path)
     assert continuation(AutoModelForCausalLM.from_pretrained(tmp_path), turn) == turn.completion_ids

@@ -209,7 +209,7 @@ def test_swapped_attributes_are_restored_after_errors(trainer, model_folder):
         of_trl.TrlLoss(trainer)(trainer.model, {}, entropy_coef=0.0, max_completion_length=16)
     with pytest.raises(ZeroDivisionError), of_trl.TrlRewards(trainer).locally([len]):
         raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError), of_trl.without_printed_table(trainer):
+    with pytest.raises(ZeroDivisionError), of_trl.logging_completions(trainer, True):
         assert trainer.num_completions_to_print == 0
         raise ZeroDivisionError
     engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
@@ -306,11 +306,12 @@ def test_accepting_one_generation_lets_no_other_error_pass(tmp_path):
         MARFTConfig(str(tmp_path), num_generations=3, per_device_train_batch_size=8)
 
 
-def test_constructing_grpo_trainer_hides_settings_from_the_constructor_alone(tmp_path, caplog):
+def test_constructing_grpo_trainer_hides_settings_from_the_constructor_alone(model_folder, tmp_path, caplog):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora())
     args = MARFTConfig(str(tmp_path), beta=0.1, sync_ref_model=True)
     args.use_vllm = True
     parents = logging.getLogger("trl.trainer.grpo_trainer")
-    with of_trl.constructing_grpo_trainer(args, has_adapters=True, is_model_name=True):
+    with of_trl.constructing_grpo_trainer(args, model, is_model_name=True):
         assert not args.use_vllm and args.beta == 0.0 and not args.sync_ref_model
         parents.warning("You passed `model_init_kwargs` to the `GRPOConfig`, ...")
         parents.warning("something else")

@@ -212,10 +212,11 @@ def test_a_4_bit_base_trains_two_agents_and_scores_as_it_was_loaded_on_every_cpu
     settings = {"max_steps": 1, "beta": 0.1}
     trainer = team_trainer(base, tmp_path, processing_class=tokenizer, settings=settings)
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    adapters = [p for agent in ("reasoner", "actor") for p in trainer.policies.parameters(agent).values()]
+    assert {p.dtype for p in adapters} == {torch.float32}  # TRL rounds them to bfloat16, where small updates are lost
+    assert not all(torch.equal(p, p.bfloat16().float()) for p in adapters)
     changed = moved_by_training(trainer)
     assert of("reasoner", changed) and of("actor", changed) and all("lora_" in name for name in changed)
-    adapters = [p for agent in ("reasoner", "actor") for p in trainer.policies.parameters(agent).values()]
-    assert {p.dtype for p in adapters} == {torch.bfloat16}
     model = trainer.accelerator.unwrap_model(trainer.model)
     for mode in (model.eval, model.train):
         mode()

@@ -494,7 +494,7 @@ def test_none_throughout_trains_nothing_and_none_for_some_is_counted(model_folde
     assert not moved(before, weights(throughout))
     assert [step["frac_unscored"] for step in logged_steps(throughout)] == [1.0, 1.0]
     assert "following kwargs:\n" not in caplog.text  # TRL's message continues with the row
-    assert "returned None for the following kwargs: those of 8 of 8 episodes" in caplog.text
+    assert "All reward functions returned None for 8 of 8 episodes" in caplog.text
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[some, nothing], settings={"max_steps": 1})
     trainer.train()
     assert {step["frac_unscored"] for step in logged_steps(trainer)} == {1 / 8}
@@ -545,13 +545,15 @@ def test_a_reward_model_scores_the_team(model_folder, tmp_path, tokenizer):
 def test_an_observation_longer_than_the_window(model_folder, tmp_path):
     agents = [AgentSpec("reasoner", max_completion_length=24), AgentSpec("actor", max_completion_length=6)]
 
-    def trainer(**settings):
-        settings |= {"max_steps": 1, "model_init_kwargs": {"max_position_embeddings": 70}}
+    def trainer(window=70, **settings):
+        settings |= {"max_steps": 1, "model_init_kwargs": {"max_position_embeddings": window}}
         workflow = Sequential(rounds=3)
         return team_trainer(model_folder, tmp_path, agents=agents, workflow=workflow, settings=settings)
 
-    with pytest.raises(ValueError, match="window is 70 tokens"):
+    with pytest.raises(ValueError, match=r"window is 70 tokens \(. turns.*fewer turns.*'drop_oldest_turn'`, set"):
         trainer().train()
+    with pytest.raises(ValueError, match=r"\(0 turns shown\)\. Lower `max_completion_length`, set .*'end_episode'"):
+        trainer(20).train()
     cutting = trainer(context_overflow="drop_oldest_turn")
     cutting.train()
     assert logged_steps(cutting)[0]["context/dropped_turns"] > 0

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
@@ -346,7 +346,12 @@ def alone(model: PeftModel, adapter: str) -> PeftModel:
 
 
 def merged(model: PeftModel, adapter: str) -> PreTrainedModel:
-    return _only(copy.deepcopy(model), adapter).merge_and_unload()
+    alone = _only(copy.deepcopy(model), adapter)
+    if getattr(model.get_base_model(), "is_quantized", False):  # rounded to 4 bits again, the adapter would be lost
+        config, weights = alone.peft_config[adapter], get_peft_model_state_dict(alone, adapter_name=adapter)
+        alone = PeftModel(alone.unload().dequantize(), config, adapter)
+        set_peft_model_state_dict(alone, weights, adapter)
+    return alone.merge_and_unload()
 
 
 def _only(model: PeftModel, adapter: str) -> PeftModel:

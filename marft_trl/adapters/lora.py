@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -266,3 +266,9 @@ def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Par
         elif isinstance(module, AuxiliaryTrainingWrapper):
             own |= {id(p) for n, p in module.named_parameters() if adapter in n.split(".")}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+def max_lora_rank(ranks: Iterable[int]) -> int:
+    """Return the `--max-lora-rank` of a vLLM server for adapters: the next of the ranks that it accepts."""
+    rank = max(ranks, default=0)
+    return next((accepted for accepted in (1, 8, 16, 32, 64, 128, 256, 320) if accepted >= rank), 512)

@@ -367,12 +367,15 @@ class PromptBuilder:
         if self._fits(agent, observation.ids):
             return observation
         if self._overflow != "drop_oldest_turn" or not observation.seen:
+            modes = ["drop_oldest_turn", "end_episode"] if observation.seen else ["end_episode"]
+            modes = [mode for mode in modes if mode != self._overflow]
             problem = (
                 f"The observation of agent {agent!r} has {observation.size} and its turn up to {reserved}, "
                 f"but the model's window is {self.window_size} tokens ({len(observation.seen)} turns shown). Lower "
-                "`max_completion_length`, show fewer turns (`sees=`), set "
-                + ("" if self._overflow == "drop_oldest_turn" else "`context_overflow='drop_oldest_turn'` or ")
-                + f"`context_overflow='end_episode'`, or shorten the prompt {str(prompt)[:80]!r}."
+                "`max_completion_length`, "
+                + ("show fewer turns (`sees=`), " if observation.seen else "")
+                + "".join(f"set `context_overflow={mode!r}`, " for mode in modes)
+                + f"or shorten the prompt {str(prompt)[:80]!r}."
             )
             if self._overflow != "end_episode":
                 raise PromptError(problem, is_too_long=True)

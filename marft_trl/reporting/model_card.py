@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
 
+from ..adapters.lora import max_lora_rank
 from ..adapters.manifest import BaseModel, TeamManifest, is_hub_id
 from ..seams.libraries import installed_version
 from ..system.hints import brief
@@ -206,7 +207,7 @@ def team_card(
         images=", images=[...]" if seeing else "",
         classes=", ".join(sorted({item[name] for item in every for name in ("model_class", "processing_class")})),
         repo=repo,
-        rank=max_rank,
+        rank=max_lora_rank([max_rank]),
         paper=PAPER,
         facts_table=_table("", "", facts or {}),
         versions="\n".join(f"- {name}: {installed_version(name)}" for name in _PACKAGES),

@@ -390,15 +390,16 @@ class Reporter:
             start = end
         return texts
 
-    def before_log(self) -> None:
-        """Print and write transcripts, and set the completions table that TRL writes."""
+    def before_log(self) -> bool:
+        """Print and write transcripts, set the completions table that TRL writes, and return whether it is new."""
+        has_new = bool(self._transcripts)  # not in the log at the end of training
         if self._settings.log_completions and self._processes.is_main:
             for transcript in self._transcripts[: self._settings.num_completions_to_print]:  # all for `None`
                 print(transcript.as_text())
             self._write_page()
             if "trackio" in self._args.report_to:
                 log_traces(self._transcripts, self._adapters)
-            self._transcripts.clear()  # the log at the end of training has no new ones
+            self._transcripts.clear()
         rows = [*self._table["train"], *self._table["eval"]]
         names = list(dict.fromkeys(name for row in rows for name in row.columns))
         self._state.fill_table(
@@ -408,6 +409,7 @@ class Reporter:
             rewards={name: [row.rewards[name] for row in rows] for name in (rows[0].rewards if rows else ())},
             extra={name: [row.columns.get(name) for row in rows] for name in names},
         )
+        return has_new
 
     def after_log(self) -> None:
         """Clear the turns of an evaluation, which are logged once."""

@@ -224,10 +224,10 @@ class Rollouts:
         if unscored and not self._has_told_of_unscored:
             self._has_told_of_unscored = True
             logger.warning(
-                # Worded like TRL's warning, which shows the whole row: not everyone who reads logs may see the dataset
-                "All reward functions returned None for the following kwargs: those of "
-                f"{unscored} of {len(per_func)} episodes (skipped episodes included). Agents learn nothing from "
-                "these episodes. The metric `frac_unscored` logs their share. This warning is logged once."
+                # TRL's warning shows the whole row, but not everyone who reads logs may see the dataset
+                f"All reward functions returned None for {unscored} of {len(per_func)} episodes (skipped episodes "
+                "included). Agents learn nothing from these episodes. The metric `frac_unscored` logs their share. "
+                "This warning is logged once."
             )
 
 

@@ -78,15 +78,19 @@ def accepting_one_generation(config: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def constructing_grpo_trainer(
     args: Any,
-    has_adapters: bool,
+    model: Any,
     is_model_name: bool,  # the user passed the name of a model
     ratio: str | None = None,  # `importance_sampling_level`, which the constructor checks; `None`: of the arguments
     reward_weights: list[float] | None = None,  # of all reward functions; `None`: those of the arguments
 ) -> Iterator[None]:
     """
     Change arguments for `GRPOTrainer.__init__` (TRL 1.16). A reference model that TRL loads goes to the device of the
-    process. The arguments are restored, because the user may create another trainer from them.
+    process. The arguments are restored, because the user may create another trainer from them. So are the adapters of
+    a quantized base, which TRL rounds to bfloat16: there, updates at the rates of LoRAs are lost.
     """
+    is_quantized = getattr(model, "is_quantized", False)
+    has_adapters = isinstance(model, PeftModel)
+    adapters = [(param, param.data) for param in model.parameters() if is_quantized and param.requires_grad]
     kwargs, is_placed = copy.copy(args.model_init_kwargs), False  # a copy, because TRL changes it for reward models
     if args.beta != 0.0 and not has_adapters and args.world_size == 1 and args.device.type not in ("cpu", "mps"):
         # TRL would distribute the reference model over all devices
@@ -101,6 +105,8 @@ def constructing_grpo_trainer(
     warning = "`model_init_kwargs` to the `GRPOConfig`" if is_model_name or is_placed else None
     with swapped(args, overrides), _without_messages(warning):
         yield
+    for parameter, data in adapters:
+        parameter.data = data.to(parameter.device)
 
 
 def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None) -> None:
@@ -119,7 +125,7 @@ def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None)
 def prepare_further_model(trainer: GRPOTrainer, model: Any, tokenizer: Any) -> None:
     """
     Prepare a model that TRL does not know as `GRPOTrainer.__init__` (TRL 1.16) and `Trainer` prepare their own:
-    padding, precision of the adapters of a quantized base, checkpointing, dropout, TRL's LM head, and the device,
+    padding, checkpointing, dropout, TRL's LM head, and the device,
     unless the model is on another accelerator. All processes get the trained weights of the first.
     """
     args, is_peft = trainer.args, isinstance(model, PeftModel)
@@ -128,10 +134,6 @@ def prepare_further_model(trainer: GRPOTrainer, model: Any, tokenizer: Any) -> N
         tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    if is_peft and getattr(base, "is_quantized", False):
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and "lora_magnitude_vector" not in name:
-                parameter.data = parameter.data.to(torch.bfloat16)
     if args.disable_dropout:
         disable_dropout_in_model(model)
     add_fused_lm_head(base, temperature=trainer.temperature, outputs=("log_probs", "entropy"))
@@ -300,9 +302,12 @@ class TrlSettings:
         return swapped(self._trainer, {"num_generations_eval": num_samples or self._trainer.num_generations_eval})
 
 
-def without_printed_table(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
-    """`GRPOTrainer.log` (TRL 1.16) prints no table of completions. Transcripts are printed instead."""
-    return swapped(trainer, {"num_completions_to_print": 0})
+def logging_completions(trainer: GRPOTrainer, has_new: bool) -> contextlib.AbstractContextManager[None]:
+    """
+    `GRPOTrainer.log` (TRL 1.16) prints no table of completions, since transcripts are printed, and writes the file of
+    the step only with new turns. The log at the end of training would write it again, without those of an evaluation.
+    """
+    return swapped(trainer, {"num_completions_to_print": 0, "log_completions": trainer.log_completions and has_new})
 
 
 class TrlPrompts:

@@ -33,7 +33,7 @@ from ..runs.checkpoints import raise_failed_push
 from ..seams import runs
 from ..seams.libraries import get_logger, hush, warn_of_newer_versions
 from ..seams.sharding import as_if_not_sharded
-from ..seams.trl import configure_grpo_trainer, constructing_grpo_trainer, prepare_further_model, without_printed_table
+from ..seams.trl import configure_grpo_trainer, constructing_grpo_trainer, logging_completions, prepare_further_model
 from ..system.hints import checked_names
 from ..system.redaction import published
 from ..team import Team
@@ -169,7 +169,7 @@ class MARFTTrainer(GRPOTrainer):
         failures = Failures(args.on_episode_error) if args.on_episode_error != "raise" else None
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engines = setup.make_engines(args, {base.model: base.agents for base in loaded})
-        with constructing_grpo_trainer(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
+        with constructing_grpo_trainer(args, loaded[0].model, isinstance(model, str), level.ratio, weights):
             super().__init__(
                 model=loaded[0].model,
                 reward_funcs=[wrap_reward_function(func, args.reward_timeout, failures) for func in reward_funcs],
@@ -350,8 +350,8 @@ class MARFTTrainer(GRPOTrainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        self.parts.reporter.before_log()
-        with without_printed_table(self):
+        has_new = self.parts.reporter.before_log()
+        with logging_completions(self, has_new):
             super().log(logs, start_time)
         self.parts.reporter.after_log()
         self.parts.checkpoints.record_after_log()  # an evaluation, which comes next, may fail

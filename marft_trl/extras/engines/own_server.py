@@ -15,6 +15,7 @@ from pathlib import Path
 
 from peft import LoraConfig, PeftConfig
 
+from ...adapters.lora import max_lora_rank
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
 from ...system.child_processes import keep, kill_group, let_go
@@ -25,8 +26,6 @@ from .server import EngineDownError, RefusedError, ServerDownError, ServerSettin
 MODULE = "vllm.entrypoints.openai.api_server"
 # Environment variable under which a server takes adapters while it runs
 UPDATES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-# Ranks that vLLM has kernels for
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Flags of the CPU build, whose engine stops at a request with a seed if it may read a prompt in parts
 _ON_CPU = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--enforce-eager", "--dtype", "float32")
 
@@ -92,7 +91,7 @@ def server_flags(
     return [
         *("--model", model, "--host", host, "--port", str(port), "--enable-lora"),
         *("--max-loras", str(most), "--max-cpu-loras", str(2 * most)),
-        *("--max-lora-rank", str(next((rank for rank in _RANKS if rank >= max(adapters.values())), _RANKS[-1]))),
+        *("--max-lora-rank", str(max_lora_rank(adapters.values()))),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--max-num-seqs", str(args.vllm_max_inflight)),
         *(("--max-model-len", str(max_model_len)) if max_model_len is not None else ()),
