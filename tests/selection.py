@@ -23,18 +23,18 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parent.parent
-# Kills, resumes, equality with TRL, several processes, the Hub: run for every change
-CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team"]
+# Kills, resumes, equality with TRL, several processes, the Hub, every example: run for every change
+CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team", "examples"]
 # The rooms of the package, and the slow tests that guard each in addition to the core
 ROOMS = {
     "adapters": ["strangers", "secrets"],
     "algorithms": ["unbiased", "small_teams", "critics", "central_critic", "signal"],
     "config": ["settings"],
     "episodes": ["failures", "tools", "orchestrated"],
-    "extras/apps": ["applications", "serve", "page", "examples"],
+    "extras/apps": ["applications", "serve", "page"],
     "extras/commands": ["command"],
     "extras/engines": ["served", "sharding"],
-    "extras/report": ["report", "recipes", "examples"],
+    "extras/report": ["report", "recipes"],
     "extras/sandbox": ["jail", "rewards"],
     "extras/tasks": ["task_families", "tasks"],
     "learning": ["devices", "forward", "critics", "agent_weight", "fitting", "unbiased", "game_gradients"],
@@ -45,13 +45,13 @@ ROOMS = {
     "runs": ["checkpoints", "failures", "settings"],
     "seams": ["forward", "sharding", "critics"],
     "shared_prefix": ["devices", "forward", "fitting"],
-    "system": ["devices", "failures", "examples", "secrets", "sharding"],
+    "system": ["devices", "failures", "secrets", "sharding"],
     "team": ["tools", "secrets", "strangers", "serve", "members"],
     "trainer": ["devices", "settings", "evaluation", "served", "workflow_learning"],
-    "workflows": ["orchestrated", "workflow_learning", "examples"],
+    "workflows": ["orchestrated", "workflow_learning"],
 }
 # Modules outside the rooms, with the tests of rooms that use them
-ROOMS |= {"__main__": ["command"], "agents": ["tools", "secrets"], "tiny": ["examples"]}
+ROOMS |= {"__main__": ["command"], "agents": ["tools", "secrets"], "tiny": []}
 # Files whose changes may break any test
 ALL_OF_THEM = re.compile(
     r"marft_trl/(config/\w+|configs|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"
