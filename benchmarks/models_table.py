@@ -9,6 +9,7 @@ linear layers generates and takes a step, the team is saved, loaded and run, and
 Nothing is downloaded.
 """
 
+import argparse
 import contextlib
 import functools
 import importlib.util
@@ -137,6 +138,7 @@ def yes(value):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     warnings.simplefilter("ignore")
     print("| template | marked by control tokens | tools | cuts reasoning off |")
     print("|---|---|---|---|")

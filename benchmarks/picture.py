@@ -5,6 +5,7 @@ what it learns. Trains the team (two minutes on a CPU), and writes docs/pictures
     python benchmarks/picture.py
 """
 
+import argparse
 import html
 import os
 import re
@@ -188,6 +189,7 @@ def draw_curve(drawing, before, after, rewards):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -239,6 +239,7 @@ def main():
     with Team.from_pretrained(folder, model=base) as team:
         share = asyncio.run(on_the_served_team(team, puzzles(options.questions, seed=1000, held_out=True)))
         print(f"the same harness on the served team: {share:.1%}")
+    print(f"saved team: {folder} (base: {base})")
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ def main():
     (options.output_dir / f"{name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     for shown_to_player, moves in result["policies"][-1].items():
         print(f"{shown_to_player:65}", ", ".join(f"{move} {value:.2f}" for move, value in moves.items()))
-    print(f"the saved team, on the base {taught}: {options.output_dir / name}/")
+    print(f"saved team: {options.output_dir / name} (base: {taught})")
 
 
 if __name__ == "__main__":

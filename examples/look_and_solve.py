@@ -216,6 +216,7 @@ def main():
     picture, question = draw_picture(3, "blue", random.Random()), "Eve has 2 more of them. How many are there?"
     print(f"a new picture of 3 blue squares. {question}")
     print(f"the saved team answers: {team(question, images=[picture], greedy=True)}")
+    print(f"saved team: {options.output_dir} (base: {model})")
 
 
 if __name__ == "__main__":

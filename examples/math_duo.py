@@ -77,6 +77,8 @@ def load_problems(script_args: ScriptArguments):
         dataset = tiny_dataset(64)
     elif (script_args.dataset_name is None) == (script_args.dataset_file is None):
         raise ValueError("Set exactly one of `--dataset_name` (on the Hub) and `--dataset_file` (local).")
+    elif script_args.dataset_file is not None and not Path(script_args.dataset_file).stat().st_size:
+        raise ValueError(f"`--dataset_file {script_args.dataset_file}` is empty.")
     elif script_args.dataset_name is not None:
         dataset = load_dataset(script_args.dataset_name, split=script_args.dataset_split)
     else:
@@ -140,7 +142,7 @@ def main():
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.end()
-    print(f"the saved team, on the base {model_args.model_name_or_path}: {training_args.output_dir}/")
+    print(f"saved team: {training_args.output_dir} (base: {model_args.model_name_or_path})")
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ class Connection:
                 listed.set_result((await self._client.list_tools()).tools)
                 await asyncio.Event().wait()  # until the script ends
         except BaseException as error:
-            if not listed.done():
-                listed.set_exception(error)
-            raise
+            if listed.done():
+                raise
+            listed.set_exception(error)
 
     def _as_function(self, tool):
         """An asynchronous function with the signature and the docstring that `get_json_schema` reads."""
@@ -88,7 +88,8 @@ class Connection:
         parameters, lines = [], [" ".join((tool.description or tool.name).split()), "", "Args:"]
         for name, schema in dict(properties).items():
             default = inspect.Parameter.empty if name in required else schema.get("default")
-            kind = TYPES.get(schema.get("type"), str)
+            types = [part.get("type") for part in schema.get("anyOf", [schema])]  # of optional arguments: with "null"
+            kind = TYPES.get(next((name for name in types if name != "null"), None), str)
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             )
@@ -202,6 +203,7 @@ def main():
     print(f"\nright answers: {before:.1%} before, {after:.1%} after training")
     team = Team.from_pretrained(options.output_dir, model=model, tools=tools)
     print(f"the saved team on 12 * 13: {team('12 * 13 = ?', greedy=True)}")
+    print(f"saved team: {options.output_dir} (base: {model})")
 
 
 if __name__ == "__main__":

@@ -96,6 +96,8 @@ def main():
     model, tokenizer = options.model_name_or_path, None
     if model is None:
         model, tokenizer = taught_model(world, seed, options.teaching_steps)
+        model.save_pretrained(options.output_dir / "base")
+        tokenizer.save_pretrained(options.output_dir / "base")
     trainer, before, after = play(
         world, options.output_dir, model, tokenizer, seed, options.max_steps, options.learning_rate, episodes
     )
@@ -104,7 +106,7 @@ def main():
     print(
         f"reward of {episodes} episodes: {before['eval_reward']:.3f} before, {after['eval_reward']:.3f} after training"
     )
-    print(f"adapters, learning curve and model card: {options.output_dir}/")
+    print(f"saved team: {options.output_dir} (base: {options.model_name_or_path or options.output_dir / 'base'})")
 
 
 if __name__ == "__main__":

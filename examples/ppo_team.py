@@ -15,6 +15,7 @@ of `MARFTConfig` is a command-line option, which takes precedence over `SETTINGS
 import re
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
@@ -95,6 +96,8 @@ def main():
         model_args.model_name_or_path, dataset = tiny_team_model(steps=100), tiny_dataset(64)
     elif (script_args.dataset_name is None) == (script_args.dataset_file is None):
         raise ValueError("Set exactly one of `--dataset_name` (on the Hub) and `--dataset_file` (local).")
+    elif script_args.dataset_file is not None and not Path(script_args.dataset_file).stat().st_size:
+        raise ValueError(f"`--dataset_file {script_args.dataset_file}` is empty.")
     elif script_args.dataset_name is not None:
         dataset = load_dataset(script_args.dataset_name, split="train")
     else:
@@ -119,7 +122,7 @@ def main():
     if training_args.push_to_hub:
         trainer.push_to_hub()
     trainer.end()
-    print(f"the saved team, on the base {model_args.model_name_or_path}: {training_args.output_dir}/")
+    print(f"saved team: {training_args.output_dir} (base: {model_args.model_name_or_path})")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    base = options.model or tiny_team_model(steps=100 if options.quick else 800)
     trainer = MARFTTrainer(
-        model=options.model or tiny_team_model(steps=100 if options.quick else 800),
+        model=base,
         agents=tiny_agents(),
         reward_funcs=Stricter(),
         args=MARFTConfig(
@@ -74,7 +75,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=True)
     trainer.save_model()
-    print(f"the saved team: {options.output_dir}/")
+    print(f"saved team: {options.output_dir} (base: {base})")
     for agent in trainer.agents:
         weights = load_file(Path(options.output_dir) / agent.name / "adapter_model.safetensors")
         digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights)))

@@ -140,7 +140,8 @@ def main():
     print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward", "agents/reasoner/entropy"])
     name = base if options.quick else options.model or "tiny"
-    print(f"""adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/
+    print(f"""learning curve (PNG, CSV) and model card: {options.output_dir}/
+saved team: {options.output_dir} (base: {base})
 
 What next (`. .venv/bin/activate` first)
   marft chat {options.output_dir} --model {name}    # ask this team

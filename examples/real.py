@@ -165,9 +165,9 @@ def main():
         for family in options.families
     }
     print_table(comparisons, sizes["size"])
-    print(
-        f"\nReports: {options.output_dir}/<family>/report.md; teams: {options.output_dir}/<family>/runs/team-<seed>/"
-    )
+    print(f"\nReports: {options.output_dir}/<family>/report.md; teams: {options.output_dir}/<family>/runs/team-<seed>")
+    last = options.output_dir / options.families[-1] / "runs" / f"team-{options.seeds[-1]}"
+    print(f"saved team: {last} (base: {model})")
     if is_matplotlib_available():
         save_picture(list(comparisons.values()), options.output_dir / "real.png")
         print(f"Picture: {options.output_dir}/real.png")

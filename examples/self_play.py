@@ -220,7 +220,7 @@ def main():
     folders = (before, options.output_dir)
     shares = [share_not_lost(folder, str(base), tokenizer, count=count, greedy=False) for folder in folders]
     print(f"winnable games of {count} not lost to a perfect player: {shares[0]:.1%} before, {shares[1]:.1%} after")
-    print(f"adapters, learning curve and model card: {options.output_dir}/")
+    print(f"saved team: {options.output_dir} (base: {base})")
 
 
 if __name__ == "__main__":

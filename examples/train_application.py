@@ -74,7 +74,7 @@ def reads_the_steps(answers, turns, **columns):
     return {"actor": statistics.mean(end == answer for end, answer in zip(ends, answers, strict=True))}
 
 
-def train(app, seed, options, folder):
+def train(base, app, seed, options, folder):
     """Metrics before and after training."""
     args = MARFTConfig(
         str(folder),
@@ -91,7 +91,7 @@ def train(app, seed, options, folder):
         seed=seed,
     )
     trainer = MARFTTrainer(
-        model=tiny_team_model(steps=100 if options.quick else 800),
+        model=base,
         agents=[AgentSpec("reasoner", max_completion_length=24), AgentSpec("actor", max_completion_length=6)],
         workflow=ExternalApp(app),
         reward_funcs=exact_answer,
@@ -121,10 +121,10 @@ def main():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     names = {"team: right answers": "exact_match", "reasoner: right steps": "reasoner", "actor: reads them": "actor"}
-    gains = {title: [] for title in names}
+    base, gains = tiny_team_model(steps=100 if options.quick else 800), {title: [] for title in names}
     for seed in options.seeds:
         folder = options.output_dir / f"{options.app}-{seed}"
-        before, after = train(APPS[options.app], seed, options, folder)
+        before, after = train(base, APPS[options.app], seed, options, folder)
         for title, name in names.items():
             start, end = (100 * metrics[f"eval_{name}"] for metrics in (before, after))
             gains[title].append(end - start)
@@ -132,7 +132,7 @@ def main():
     for title, points in gains.items():
         spread = f", standard error {statistics.stdev(points) / len(points) ** 0.5:.1f}" if len(points) > 1 else ""
         print(f"{options.app}, {title:22} {statistics.mean(points):+5.1f} points over {len(points)} seeds{spread}")
-    print(f"the saved team of the last seed: {folder}/")
+    print(f"saved team: {folder} (base: {base})")
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def main():
     team = Team.from_pretrained(options.output_dir, model=models)
     print(f"\nright answers of the team: {100 * before:.1f} % before, {100 * after:.1f} % after training")
     print(f"the saved team answers: {team(trainer.eval_dataset[0]['prompt'], greedy=True)}")
+    print(f"saved team: {options.output_dir} (base: {first}, and {second} of the actor)")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def main():
         line = "{seed:4}  {untrained:.1%} -> {RL:.1%} | {warm:.1%} -> {warm, RL:.1%}"
         print(line.format_map({"seed": seed, **results}))
         print("; ".join(f"{name} {value:.0f}" for name, value in results.items() if "seconds" in name), flush=True)
-    print(f"the saved team of the last seed, on the base {base}: {options.output_dir / f'seed-{seed}' / 'warm-rl'}/")
+    print(f"saved team: {options.output_dir / f'seed-{seed}' / 'warm-rl'} (base: {base})")
 
 
 if __name__ == "__main__":

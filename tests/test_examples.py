@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from marft_trl import TeamManifest, Turn
+from marft_trl import TeamManifest, Turn, load_adapters
 from marft_trl.extras.apps import ExternalApp
 from marft_trl.reporting.transcripts import format_turns
 from marft_trl.tiny import _demonstrations, questions, tiny_model, tiny_tokenizer, warm_up
@@ -21,6 +21,7 @@ from marft_trl.tiny import _demonstrations, questions, tiny_model, tiny_tokenize
 import pandas as pd
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from .helpers import SIZES, moved_by_training, pooled, team_trainer
 from .test_distributed import launch
@@ -52,38 +53,58 @@ def run_example(name, tmp_path, *arguments, before="", model=None):
     return run(["-c", code, *arguments], tmp_path)
 
 
-# What the quick form of each example prints, and where it saves a team
+# What the quick form of each example prints
 QUICK = {
-    "harness": (r"the same harness on the served team: [\d.]+%", "seed-0"),
-    "kuhn": (r"step   0: exploitability 0\.\d+, of the average 0\.\d+; legal", "own-rae-0"),
-    "look_and_solve": (r"with a silenced looker +[\d.]+%, and 1 of 24 by chance\n(.*\n)+the saved team answers", ""),
-    "mcp_tools": (r"the saved team on 12 \* 13: ", ""),
-    "math_duo": (r"step 2/2  eval .*reasoner: ", ""),
-    "play": (r"reward of 40 episodes: -?[\d.]+ before, -?[\d.]+ after training", ""),
-    "ppo_team": (r"step 4/4", ""),
-    "preemptible": (r"reasoner: \w{16}\nactor: \w{16}\n$", ""),
-    "quickstart": (r"40 held-out questions", ""),
-    "real": (r"chain_sum( +[\d.]+ \[[\d.]+, [\d.]+\]){4} +[\d.]+", "chain_sum/runs/team-0"),
-    "self_play": (r"winnable games of 40 not lost to a perfect player: [\d.]+% before, [\d.]+% after", ""),
-    "train_application": (r"plain, seed 0, team: right answers +[\d.]+ % -> ", "plain-0"),
-    "two_models": (r"actor: base small-base(.*\n)+the saved team answers", ""),
-    "warm_up": (r"rejection sampling: \d+ of 32 episodes are right", "seed-0/warm-rl"),
+    "harness": r"the same harness on the served team: [\d.]+%",
+    "kuhn": r"step   0: exploitability 0\.\d+, of the average 0\.\d+; legal",
+    "look_and_solve": r"with a silenced looker +[\d.]+%, and 1 of 24 by chance\n(.*\n)+the saved team answers",
+    "mcp_tools": r"the saved team on 12 \* 13: ",
+    "math_duo": r"step 2/2  eval .*reasoner: ",
+    "play": r"reward of 40 episodes: -?[\d.]+ before, -?[\d.]+ after training",
+    "ppo_team": r"step 4/4",
+    "preemptible": r"reasoner: \w{16}\nactor: \w{16}\n$",
+    "quickstart": r"40 held-out questions",
+    "real": r"chain_sum( +[\d.]+ \[[\d.]+, [\d.]+\]){4} +[\d.]+",
+    "self_play": r"winnable games of 40 not lost to a perfect player: [\d.]+% before, [\d.]+% after",
+    "train_application": r"plain, seed 0, team: right answers +[\d.]+ % -> ",
+    "two_models": r"actor: base small-base(.*\n)+the saved team answers",
+    "warm_up": r"rejection sampling: \d+ of 32 episodes are right",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_each_example_runs_quickly(name, tmp_path):
-    """Everything in a few steps, with a saved team at the end."""
-    before, (pattern, place) = resource.getrusage(resource.RUSAGE_CHILDREN), QUICK[name]
+    """Everything in a few steps. The saved team that it names loads onto the base that it names."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = run([str(ROOT / "examples" / f"{name}.py"), "--quick"], tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{name}: {after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime:.0f} s of CPU")
-    assert re.search(pattern, output), output[-2000:]
-    (folder,) = (path for path in tmp_path.glob("*-output"))
-    assert len(TeamManifest.load(folder / place).agents) >= 1
+    assert re.search(QUICK[name], output), output[-2000:]
+    places = re.search(r"^saved team: (\S+) \(base: ([^,\s)]+)", output, re.MULTILINE).groups()
+    folder, base = (tmp_path / place for place in places)
+    agent = next(agent.name for agent in TeamManifest.load(folder).agents if agent.adapter is not None)
+    model = (AutoModelForImageTextToText if name == "look_and_solve" else AutoModelForCausalLM).from_pretrained(base)
+    assert load_adapters(model, folder, agent=agent).peft_config
     if name == "quickstart":
         assert_report(output, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opponent", ["copies", "perfect"])
+def test_self_play_against_others_runs_quickly(tmp_path, opponent):
+    script = str(ROOT / "examples" / "self_play.py")
+    assert re.search(QUICK["self_play"], run([script, "--quick", "--opponent", opponent], tmp_path))
+
+
+def test_math_duo_names_a_file_that_is_too_small(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    math_duo = importlib.import_module("math_duo")
+    file = tmp_path / "problems.jsonl"
+    for rows, error in ((0, r"problems.jsonl` is empty"), (3, r"`--eval_size 100` leaves nothing .* 3 problems")):
+        file.write_text('{"prompt": "1 + 1?", "solution": "2"}\n' * rows)
+        with pytest.raises(ValueError, match=error):
+            math_duo.load_problems(math_duo.ScriptArguments(dataset_file=str(file)))
 
 
 def test_the_list_of_examples_is_complete():

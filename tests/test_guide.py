@@ -138,7 +138,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_link_of_the_documentation_leads_somewhere():
-    others = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+    others = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md")
     for page in [*(ROOT / name for name in others), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
             path, _, anchor = target.partition("#")

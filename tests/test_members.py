@@ -1,11 +1,12 @@
 """Agents of a loaded team: extracted as plain models, saved, pushed, and trained further."""
 
 from marft_trl import AgentSpec, Team, TeamManifest
+from marft_trl.adapters import files
 from marft_trl.tiny import questions
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from trl import SFTConfig, SFTTrainer
@@ -15,8 +16,6 @@ from .test_persistence import hub, run_on_hub  # noqa: F401  # a fixture
 
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-
-
 QUESTIONS = [row["prompt"] for row in questions(12, seed=2)]
 
 
@@ -99,6 +98,20 @@ def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, quantized,
     model.save_pretrained(tmp_path)
     assert continuation(AutoModelForCausalLM.from_pretrained(tmp_path), turn) == turn.completion_ids
     assert ids_of(team) == before
+
+
+def test_an_adapter_of_a_tied_embedding_is_merged_into_the_embedding_alone(model_folder):
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    model, ids = (
+        get_peft_model(base, lora(target_modules=["embed_tokens"]), adapter_name="one"),
+        torch.tensor([[5, 6]]),
+    )
+    torch.nn.init.normal_(next(p for name, p in model.named_parameters() if "lora_embedding_A" in name))
+    with torch.no_grad():
+        found = files.merged(model, "one")(ids).logits
+        assert torch.allclose(found, model(ids).logits, atol=1e-4)
+        with model.disable_adapter():
+            assert not torch.allclose(found, model(ids).logits, atol=0.1)
 
 
 def test_saving_and_loading_keeps_every_answer(load, before, model_folder, tmp_path):

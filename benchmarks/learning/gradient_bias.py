@@ -8,6 +8,7 @@ episodes are enumerated, so the results are exact expectations. The script print
 the exact gradient, and the relative error after the best rescaling.
 """
 
+import argparse
 import sys
 import tempfile
 import warnings
@@ -45,6 +46,7 @@ ESTIMATORS = {
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")

@@ -346,12 +346,26 @@ def alone(model: PeftModel, adapter: str) -> PeftModel:
 
 
 def merged(model: PeftModel, adapter: str) -> PreTrainedModel:
-    alone = _only(copy.deepcopy(model), adapter)
-    if getattr(model.get_base_model(), "is_quantized", False):  # rounded to 4 bits again, the adapter would be lost
-        config, weights = alone.peft_config[adapter], get_peft_model_state_dict(alone, adapter_name=adapter)
-        alone = PeftModel(alone.unload().dequantize(), config, adapter)
-        set_peft_model_state_dict(alone, weights, adapter)
-    return alone.merge_and_unload()
+    copied = _only(copy.deepcopy(model), adapter)
+    base = copied.get_base_model()
+    if getattr(base, "is_loaded_in_4bit", False) or getattr(base, "is_loaded_in_8bit", False):
+        states = [getattr(parameter, "quant_state", None) for parameter in base.parameters()]
+        if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+            raise ValueError(
+                "The 4-bit base has run in evaluation mode before it got adapters, so bitsandbytes repacked its "
+                "weights, which can no longer be merged. Load the base again."
+            )
+        # Rounded to 4 bits again, the adapter would be lost
+        config, weights = copied.peft_config[adapter], get_peft_model_state_dict(copied, adapter_name=adapter)
+        copied = PeftModel(copied.unload().dequantize(), config, adapter)
+        set_peft_model_state_dict(copied, weights, adapter)
+        base = copied.get_base_model()
+    text_config = base.config.get_text_config()
+    if text_config.tie_word_embeddings and isinstance(base.get_input_embeddings(), BaseTunerLayer):
+        head = base.get_output_embeddings()  # has no adapter, so the merged embedding is not its weight
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        base.config.tie_word_embeddings = text_config.tie_word_embeddings = False
+    return copied.merge_and_unload()
 
 
 def _only(model: PeftModel, adapter: str) -> PeftModel:

@@ -103,10 +103,12 @@ def constructing_grpo_trainer(
         overrides["reward_weights"] = reward_weights
     # The model was loaded with `model_init_kwargs`
     warning = "`model_init_kwargs` to the `GRPOConfig`" if is_model_name or is_placed else None
-    with swapped(args, overrides), _without_messages(warning):
-        yield
-    for parameter, data in adapters:
-        parameter.data = data.to(parameter.device)
+    try:
+        with swapped(args, overrides), _without_messages(warning):
+            yield
+    finally:
+        for parameter, data in adapters:
+            parameter.data = data.to(parameter.device)
 
 
 def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None) -> None:
@@ -125,8 +127,8 @@ def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None)
 def prepare_further_model(trainer: GRPOTrainer, model: Any, tokenizer: Any) -> None:
     """
     Prepare a model that TRL does not know as `GRPOTrainer.__init__` (TRL 1.16) and `Trainer` prepare their own:
-    padding, checkpointing, dropout, TRL's LM head, and the device,
-    unless the model is on another accelerator. All processes get the trained weights of the first.
+    padding, checkpointing, dropout, TRL's LM head, and the device, unless the model is on another accelerator. All
+    processes get the trained weights of the first.
     """
     args, is_peft = trainer.args, isinstance(model, PeftModel)
     base = model.get_base_model() if is_peft else model

@@ -225,10 +225,12 @@ def _side_by_side(
         values = {"arm": cell.arm, "seed": cell.seed, "folder": str(cell.folder), "emptied": list(emptied)}
         values |= {"experiment": place, "settings": dict(settings or {})}
         cell.folder.mkdir(parents=True, exist_ok=True)
-        with open(cell.folder / "log.txt", "a", encoding="utf-8") as log:
+        log_file, number = cell.folder / "log.txt", cells.index(cell) + 1
+        print(f"Report: run {number} of {len(cells)}, {cell.arm} with seed {cell.seed}: {log_file}", flush=True)
+        with open(log_file, "a", encoding="utf-8") as log:
             command = [sys.executable, "-W", "ignore", "-m", "marft_trl.extras.report", "--cell", json.dumps(values)]
             if children.run(command, environment, log):
-                raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])
+                raise RuntimeError(log_file.read_text(encoding="utf-8")[-2000:])
 
     def wait_and_run(cell: Cell) -> dict[str, str]:
         # Teams come first in the pool, so runs that wait for a team never block it
