@@ -330,7 +330,7 @@ def test_a_plan_counts_the_rows_of_joined_slices(model_folder, tmp_path, share, 
 
 
 def test_the_command_sets_the_limits_that_a_team_needs():
-    agents = [AgentSpec("a", peft_config=LoraConfig(r=12)), AgentSpec("b"), AgentSpec("c", adapter="b")]
+    agents = [AgentSpec("a", peft_config=LoraConfig(r=16)), AgentSpec("b"), AgentSpec("c", adapter="b")]
     more = {"port": 9000, "extra": ["--tensor-parallel-size", "2"]}
     command = vllm_command("org/base model", agents, MARFTConfig(use_vllm=True), **more)
     assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server ")

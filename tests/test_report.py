@@ -506,7 +506,8 @@ def test_the_command_with_runs_side_by_side(model_folder, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "| one agent, trained with as many generated tokens |" in done.stdout
-    assert (tmp_path / "out" / "runs" / "solo-0" / "log.txt").exists()
+    log = tmp_path / "out" / "runs" / "solo-0" / "log.txt"
+    assert f"Report: run 2 of 2, solo with seed 0: {log}\n" in done.stdout and log.exists()
 
 
 def test_experiments_that_cannot_be_made(model_folder, tmp_path):

@@ -42,7 +42,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
-from .helpers import lora, team_trainer
+from .helpers import config, lora, team_trainer
 
 
 # Names of the parameters after `self`
@@ -317,6 +317,17 @@ def test_constructing_grpo_trainer_hides_settings_from_the_constructor_alone(mod
         parents.warning("something else")
     assert args.use_vllm and args.beta == 0.1 and args.sync_ref_model
     assert not parents.filters and "something else" in caplog.text and "model_init_kwargs" not in caplog.text
+
+
+def test_constructing_grpo_trainer_keeps_adapters_of_a_quantized_base_also_after_an_error(model_folder, tmp_path):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora())
+    model.is_quantized, before = True, {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(ZeroDivisionError), of_trl.constructing_grpo_trainer(config(tmp_path), model, True):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        raise ZeroDivisionError
+    after = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert before and all(p.dtype == torch.float32 and torch.equal(p, before[name]) for name, p in after.items())
 
 
 REPEATED = {"mini_repeat_count": 2, "batch_size": 2, "repeat_count": 1, "seed": 3}
