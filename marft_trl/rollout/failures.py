@@ -98,6 +98,8 @@ async def call_reward(
             elif count == 1 or isinstance(error, TimeoutError):
                 failures.note(f"rewards/{name}/skipped", error, count)
                 return [None] * count
+            else:
+                failures.note(f"rewards/{name}/one_by_one", error)
     scores: list[Any] = []
     for index in range(count):  # the call failed for all completions together: find the ones that fail
         try:
