@@ -193,6 +193,17 @@ def pooled_teams(outcomes):
     return "\n".join(lines)
 
 
+def orders(outcomes):
+    """The large model first minus the large model second, for each setting and budget."""
+    lines = ["| setting | equal | large first minus large second |", "|---|---|---|"]
+    for setting, arms in outcomes.items():
+        for budget, suffix in (("tokens", ""), ("compute", ", equal compute")):
+            names = (f"large first, small second{suffix}", f"small first, large second{suffix}")
+            difference = paired_difference(*(matrix(arms[name]) for name in names))
+            lines.append(f"| {setting} | {budget} | {shown(difference, signed=True)} |")
+    return "\n".join(lines)
+
+
 def falls(outcomes):
     """How far the reward of each run ends below its best."""
     lines = ["| setting | arm | below its best at the end |", "|---|---|---|"]
@@ -235,6 +246,7 @@ FIRST = {
     "sharing": "own",
     "worth": "team",
     "parts": "team, own adapters",
+    "sizes": "two large",
 }
 
 
@@ -263,6 +275,8 @@ def page_of(grid, outcomes):
         tables.append(pooled_teams(outcomes))
     if grid == "rates":
         tables.append(against_best(outcomes))
+    if grid == "sizes":
+        tables.append(orders(outcomes))
     if grid == "sharing":
         tables.append(falls(outcomes))
     return "\n\n".join([*tables, processors(outcomes)])

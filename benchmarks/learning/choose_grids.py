@@ -3,19 +3,26 @@ The experiments of `choose.py`: one function for each grid. Its arguments are a 
 """
 
 import dataclasses
+import hashlib
+import inspect
+import os
 import re
 import sys
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, Workflow
+from marft_trl import AgentSpec, MARFTConfig, Workflow, tiny
+from marft_trl.extras.report import Experiment
 from marft_trl.prompts import team_view
 from marft_trl.rewards import math_answer
-from marft_trl.workflows import Debate, MixtureOfAgents, UntilApproved
+from marft_trl.workflows import Debate, MixtureOfAgents, Sequential, UntilApproved
 from marft_trl.workflows.base import together
 
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import LoraConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -365,6 +372,127 @@ def parts(setting="each knows a part", max_steps=20):
     return experiment.changed(variants=variants | experiment.variants)
 
 
+# ---- Which agent deserves the large model? ----
+
+# 445 and 38 thousand weights, taught alike
+SIZES = {"large": {}, "small": {"hidden_size": 32, "intermediate_size": 96, "head_dim": 8}}
+DUOS = {
+    # What the first agent writes, its instruction, and tokens of both prompts with their turns
+    "the first computes": (lambda row: row["steps"], "Write the steps.", (54, 37)),
+    "the second computes": (lambda row: re.sub(r"=\d+;\d+(-\d+)=.*", r"\1", row["steps"]), "Write the sum.", (50, 30)),
+}
+
+
+def message_alone(agent, prompt, seen):
+    """A view of what the first agent wrote, without the question."""
+    return team_view(agent, [], seen)
+
+
+def duo(setting):
+    """Two agents, of which the second sees only what the first wrote."""
+    return [
+        AgentSpec("first", system_prompt=DUOS[setting][1], max_completion_length=24),
+        AgentSpec("second", system_prompt="Write the answer.", view=message_alone, max_completion_length=6),
+    ]
+
+
+def taught(setting, size):
+    """The folder of a model that has learned both roles from demonstrations, a quarter of them with a wrong number."""
+
+    def reply(episode, agent, seen, draw):
+        if agent == "first":
+            text = DUOS[setting][0](episode.row)
+        else:  # the number after the last "=", or the value of the sum
+            text = str(sum(map(int, re.findall(r"[+-]?\d+", seen[-1].text.rpartition("=")[2]))))
+        wrong = lambda last: str(max(int(last[0]) + draw.choice((-3, -2, -1, 1, 2, 3)), 0))  # noqa: E731
+        return re.sub(r"\d+$", wrong, text) if draw.random() < tiny.SLIPS else text
+
+    def row(draw):
+        return tiny.questions(1, seed=2 * draw.randrange(10**9))[0]  # an even seed: a training question
+
+    machine = (torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
+    recipe = inspect.getsource(taught) + Path(tiny.__file__).read_text() + repr((SIZES[size], machine))
+    name = f"{setting}-{size}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}".replace(" ", "-")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marft_trl" / name
+    if not (folder / "config.json").exists():
+        tokenizer = tiny.tiny_tokenizer()
+        model = tiny.tiny_model(len(tokenizer), **SIZES[size])
+        rows = tiny.scripted_turns(tokenizer, Sequential(["first", "second"]), duo(setting), row, reply)
+        tiny.warm_up(model, tokenizer, 1500, rows=rows)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def multiplications(setting, sizes):
+    """Multiplications of the matrix products of a pass over an episode, by models of these sizes."""
+    total = 0
+    for size, tokens in zip(sizes, DUOS[setting][2], strict=True):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(taught(setting, size))).to("meta")
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, tokens, dtype=torch.long, device="meta"))
+        total += counter.get_total_flops() // 2
+    return total
+
+
+def sizes(setting="the first computes", max_steps=40):
+    """
+    Teams of a large and a small model in both orders, of two large and of two small ones. Both models have learned
+    both roles. Arms train until they have generated as many tokens as two large models, or, with "equal compute", for
+    as many updates as the multiplications of two large models allow. A pass of generation and one of training cost the
+    same in all arms, relative to the models.
+
+    Fixed before the runs: both settings, all arms, seeds 0 to 4, 400 held-out questions, one learning rate for all.
+    An order of the models is better in a setting if the interval of the difference between the two orders does not
+    contain 0. The expectation that the large model belongs to the agent that computes is refuted by a setting in which
+    the other order is better, and stays open where the interval contains 0.
+    """
+
+    def arm(models, updates):
+        agents = [
+            dataclasses.replace(agent, model=taught(setting, size))
+            for agent, size in zip(duo(setting), models, strict=True)
+        ]
+        return lambda experiment: experiment.changed(agents=agents).with_args(max_steps=updates)
+
+    variants, spent = {}, multiplications(setting, ("large", "large"))
+    for name, models in TEAMS_OF_SIZES.items():
+        variants[name] = arm(models, max_steps)
+        updates = round(max_steps * spent / multiplications(setting, models))
+        variants[f"{name}, equal compute"] = arm(models, updates)
+    return Experiment(
+        model=taught(setting, "large"),
+        agents=duo(setting),
+        reward_funcs=tiny.exact_answer,
+        train_dataset=tiny.tiny_dataset(4000, seed=0),
+        eval_dataset=tiny.tiny_dataset(400, seed=1),
+        args=MARFTConfig(
+            "unused",
+            per_device_train_batch_size=64,
+            num_generations=8,
+            num_generations_eval=1,
+            per_device_eval_batch_size=200,
+            max_steps=max_steps,
+            learning_rate=1.5e-3,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            num_completions_to_print=0,
+        ),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        variants=variants,
+    )
+
+
+TEAMS_OF_SIZES = {
+    "large first, small second": ("large", "small"),
+    "small first, large second": ("small", "large"),
+    "two small": ("small", "small"),
+}
+
+
 GRIDS = {
     "presets": (
         presets,
@@ -375,5 +503,6 @@ GRIDS = {
     "rates": (rates, [{"preset": None}, {"preset": "marft-t"}], [0, 1, 2]),
     "sharing": (sharing, [{"team": team} for team in TEAMS], [0, 1, 2]),
     "worth": (worth, [{"setting": setting} for setting in (*WORTH, "half of it fits, longer")], [0, 1, 2, 3, 4]),
+    "sizes": (sizes, [{"setting": setting} for setting in DUOS], [0, 1, 2, 3, 4]),
     "parts": (parts, [{"setting": "each knows a part"}, {"setting": "half of it fits"}], [0, 1, 2, 3, 4]),
 }  # fmt: skip
