@@ -76,7 +76,7 @@ def test_a_rate_is_compared_with_the_best_of_the_same_rank():
 @pytest.mark.slow
 def test_grids_run_in_the_precision_of_their_page():
     """That of `examples/real.py` may change, and would change every row."""
-    for make, settings, _ in choose.GRIDS.values():
+    for make, settings, _ in [grid for name, grid in choose.GRIDS.items() if name != "sizes"]:  # of tiny models
         experiment = make(**settings[0])
         for variant in (experiment, *(change(experiment) for change in experiment.variants.values())):
             assert variant.args.bf16 and variant.args.model_init_kwargs == {"dtype": "bfloat16"}

@@ -96,7 +96,7 @@ def outcome(cell):
 
 def votes_of(cell):
     """Numbers of votes for which an arm is evaluated, in addition to single answers."""
-    return (3,) if cell.arm.startswith("solo") and {"worth", "parts"} & {*cell.folder.parts} else ()
+    return (3,) if cell.arm.startswith("solo") and "worth" in cell.folder.parts else ()
 
 
 def matrix(runs, key="right"):
@@ -193,6 +193,17 @@ def pooled_teams(outcomes):
     return "\n".join(lines)
 
 
+def of_turns(outcomes):
+    """One adapter that takes both turns minus one agent that sees one part, by setting and over all."""
+    lines = ["| setting | one adapter, both turns, minus solo | runs |", "|---|---|---|"]
+    of_all = {"all settings": list(outcomes)} if len(outcomes) > 1 else {}
+    for name, settings in {**{name: [name] for name in outcomes}, **of_all}.items():
+        arms = [[matrix(outcomes[setting][arm]) for setting in settings] for arm in ("one adapter, both turns", "solo")]
+        both, one = map(np.concatenate, arms)
+        lines.append(f"| {name} | {shown(paired_difference(both, one), signed=True)} | {len(both)} |")
+    return "\n".join(lines)
+
+
 def orders(outcomes):
     """The large model first minus the large model second, for each setting and budget."""
     lines = ["| setting | equal | large first minus large second |", "|---|---|---|"]
@@ -275,6 +286,8 @@ def page_of(grid, outcomes):
         tables.append(pooled_teams(outcomes))
     if grid == "rates":
         tables.append(against_best(outcomes))
+    if grid == "parts":
+        tables.append(of_turns(outcomes))
     if grid == "sizes":
         tables.append(orders(outcomes))
     if grid == "sharing":
