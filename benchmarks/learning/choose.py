@@ -198,8 +198,8 @@ def of_turns(outcomes):
     lines = ["| setting | one adapter, both turns, minus solo | runs |", "|---|---|---|"]
     of_all = {"all settings": list(outcomes)} if len(outcomes) > 1 else {}
     for name, settings in {**{name: [name] for name in outcomes}, **of_all}.items():
-        arms = [[matrix(outcomes[setting][arm]) for setting in settings] for arm in ("one adapter, both turns", "solo")]
-        both, one = map(np.concatenate, arms)
+        names = ("one adapter, both turns", "solo")
+        both, one = (np.concatenate([matrix(outcomes[setting][arm]) for setting in settings]) for arm in names)
         lines.append(f"| {name} | {shown(paired_difference(both, one), signed=True)} | {len(both)} |")
     return "\n".join(lines)
 
