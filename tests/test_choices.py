@@ -73,6 +73,19 @@ def test_a_rate_is_compared_with_the_best_of_the_same_rank():
     assert of_32.startswith("| a setting | r=32 | 1e-4 | 1e-3: -50.0 [")
 
 
+def test_differences_between_other_arms_than_the_first():
+    """By hand: 3 of 4 right minus 1 of 4, and 2 of 4 minus 1 of 4 in the second setting."""
+    three, two, one = ([run(seed, *right) for seed in (0, 1)] for right in ((1.0, 0.5), (1.0, 0.0), (0.5, 0.0)))
+    first, second = "large first, small second", "small first, large second"
+    arms = {first: three, second: one, f"{first}, equal compute": one, f"{second}, equal compute": three}
+    of_tokens, of_compute = choose.orders({"a": arms}).splitlines()[2:]
+    assert of_tokens.startswith("| a | tokens | +50.0 [") and of_compute.startswith("| a | compute | -50.0 [")
+    both = {name: {"one adapter, both turns": of_both, "solo": one} for name, of_both in (("a", three), ("b", two))}
+    lines = choose.of_turns(both).splitlines()[2:]
+    assert [line.split(" [")[0] for line in lines] == ["| a | +50.0", "| b | +25.0", "| all settings | +37.5"]
+    assert len(choose.of_turns({"a": both["a"]}).splitlines()) == 3 and lines[-1].endswith("| 4 |")
+
+
 @pytest.mark.slow
 def test_grids_run_in_the_precision_of_their_page():
     """That of `examples/real.py` may change, and would change every row."""
