@@ -36,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import figures
-from choose_grids import GRIDS
+from choose_grids import GRIDS, TEAMS_OF_SIZES
 
 
 ROOT = Path(__file__).parents[2]
@@ -149,14 +149,14 @@ def table(grid, outcomes):
     """A Markdown table of the runs: accuracies by setting, and the difference between each arm and the first one."""
     sign, words = (1, "the team minus it") if grid in ("worth", "parts") else (-1, "minus the first")
     lines = [
-        f"| setting | arm | right answers | {words} | tokens | updates | seconds |",
-        "|---|---|---|---|---|---|---|",
+        f"| setting | arm | right answers | {words} | tokens | updates |",
+        "|---|---|---|---|---|---|",
     ]
     for setting, arms in outcomes.items():
         for name, runs, key in rows(arms):
             pair = [matrix(arms["team"]), matrix(runs, key)][::sign]
             over = shown(paired_difference(*pair), signed=True) if name != "team" else ""
-            means = [statistics.fmean(run[key] for run in runs) for key in ("tokens", "steps", "seconds")]
+            means = [statistics.fmean(run[key] for run in runs) for key in ("tokens", "steps")]
             cells = [setting, FIRST.get(grid, name) if name == "team" else name, shown(interval(matrix(runs, key)))]
             lines.append(f"| {' | '.join([*cells, over, *(f'{mean:,.0f}' for mean in means)])} |")
     return "\n".join(lines)
@@ -213,6 +213,32 @@ def orders(outcomes):
             difference = paired_difference(*(matrix(arms[name]) for name in names))
             lines.append(f"| {setting} | {budget} | {shown(difference, signed=True)} |")
     return "\n".join(lines)
+
+
+def draw_sizes(outcomes, path):
+    """Right answers of each team of sizes, by setting and budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(outcomes), figsize=(4.5 * len(outcomes), 3), sharex=True, sharey=True)
+    names = ["team", *TEAMS_OF_SIZES]
+    for panel, (setting, arms) in zip(np.atleast_1d(panels), outcomes.items(), strict=True):
+        for shift, suffix in ((-0.15, ""), (0.15, ", equal compute")):
+            found = [interval(matrix(arms.get(f"{name}{suffix}", arms["team"]))) for name in names]
+            middle, low, high = 100 * np.array([(found_of.mean, found_of.low, found_of.high) for found_of in found]).T
+            places = np.arange(len(names)) + shift
+            label = suffix.removeprefix(", ") or "equal tokens"
+            panel.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="o", capsize=3, label=label)
+        panel.set_title(setting)
+        panel.set_yticks(range(len(names)), [FIRST["sizes"], *TEAMS_OF_SIZES])
+        panel.set_xlabel("right answers (%), five seeds")
+        panel.grid(alpha=0.3)
+    np.atleast_1d(panels)[0].invert_yaxis()
+    np.atleast_1d(panels)[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def falls(outcomes):
@@ -320,6 +346,8 @@ def main():
     print(tables)
     if options.page:
         write(DATA / f"{options.grid}.json", outcomes)
+        if options.grid == "sizes":
+            draw_sizes(outcomes, PAGE.with_name("sizes.png"))
         PAGE.write_text(figures.pasted(PAGE.read_text(encoding="utf-8"), options.grid, tables), encoding="utf-8")
 
 
