@@ -100,6 +100,14 @@ def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, quantized,
     assert ids_of(team) == before
 
 
+def test_a_base_whose_4_bit_weights_were_repacked_is_not_merged(load):
+    team = load(quantization_config=FOUR_BIT)
+    state = next(p.quant_state for p in team.model.parameters() if getattr(p, "quant_state", None) is not None)
+    state.packing_format_for_cpu = True  # as bitsandbytes does with AVX512-BF16
+    with pytest.raises(ValueError, match="repacked its weights, which can no longer be merged. Load the base again"):
+        team.merge("actor")
+
+
 def test_an_adapter_of_a_tied_embedding_is_merged_into_the_embedding_alone(model_folder):
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     model, ids = (
