@@ -36,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import figures
-from choose_grids import GRIDS, TEAMS_OF_SIZES
+from choose_grids import GRIDS, SEARCHED, TEAMS_OF_SIZES, best_rates, end_reward
 
 
 ROOT = Path(__file__).parents[2]
@@ -241,6 +241,16 @@ def draw_sizes(outcomes, path):
     figure.savefig(path, dpi=110)
 
 
+def rewards_of_rates(outcomes):
+    """The mean reward at the end of the runs of `search`, and the rate chosen for each kind of adapters."""
+    lines = [f"| team | adapters | {' | '.join(SEARCHED)} | rate |", "|---" * (3 + len(SEARCHED)) + "|"]
+    for team, arms in outcomes.items():
+        for kind, chosen in best_rates(arms).items():
+            rewards = (f"{end_reward(arms, kind, rate):.2f}" for rate in SEARCHED)
+            lines.append(f"| {team} | {kind} | {' | '.join(rewards)} | {chosen} |")
+    return "\n".join(lines)
+
+
 def falls(outcomes):
     """How far the reward of each run ends below its best."""
     lines = ["| setting | arm | below its best at the end |", "|---|---|---|"]
@@ -278,6 +288,8 @@ def against_best(outcomes):
 
 # What the first arm is called
 FIRST = {
+    "search": "own, 1e-3",
+    "tuned": "own",
     "presets": "no preset",
     "rates": "r=8, 1e-3",
     "sharing": "own",
@@ -305,8 +317,8 @@ def processors(outcomes):
 
 def page_of(grid, outcomes):
     """The tables of a grid."""
-    tables = [table(grid, outcomes)]
-    if grid == "presets" and len(outcomes) > 1:
+    tables = [rewards_of_rates(outcomes) if grid == "search" else table(grid, outcomes)]
+    if grid in ("presets", "tuned") and len(outcomes) > 1:
         tables.append(pooled(outcomes))
     if grid == "worth" and len(outcomes) > 1:
         tables.append(pooled_teams(outcomes))
