@@ -83,7 +83,9 @@ class ModelEngine:
             "attention_mask": mask,
             **({} if images is None else images(ids, [width] * len(ids))),
         }
-        with forward_in_precision(self.model, self.autocast), generating_in_precision(self.model, self.autocast):
+        with contextlib.ExitStack() as stack:
+            for in_precision in (forward_in_precision, generating_in_precision) if self.autocast else ():
+                stack.enter_context(in_precision(self.model, self.autocast))
             rows = self.model.generate(**inputs, generation_config=config, **options)
         return [self._up_to_end(row) for row in rows[:, width:].tolist()]
 
@@ -204,6 +206,8 @@ class TransformersGenerator(Generator):
     def keeps_shapes(self, settings: Mapping[str, Any], sampling: Sampling, live: LiveRows | None) -> bool:
         """Whether decoding steps keep their shapes, so that a GPU can replay them: if set, and by default on a GPU."""
         wanted, is_gpu = settings.get("cache_implementation"), self._engine.model.device.type == "cuda"
+        if not is_gpu and wanted != "static":
+            return False
         obstacle = self._find_capture_obstacle(settings)
         if is_gpu and not self._is_noted:
             self._is_noted = True
@@ -211,7 +215,7 @@ class TransformersGenerator(Generator):
             log(f"Decoding {'replays CUDA graphs' if obstacle is None else f'does not use CUDA graphs: {obstacle}'}.")
         if live is not None and sampling.stop:  # who listens would hear what comes after a stop string
             return False
-        return obstacle is None and (wanted == "static" or is_gpu)
+        return obstacle is None
 
     def _find_capture_obstacle(self, settings: Mapping[str, Any]) -> str | None:
         if settings.get("cache_implementation") == "dynamic":
