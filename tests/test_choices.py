@@ -56,7 +56,6 @@ def test_differences_are_those_of_pairs():
     assert choose.table("rates", {"a setting": arms}).splitlines()[3].split(" | ")[3].startswith("-25.0")
     assert choose.pooled({"a": arms, "b": arms}).splitlines()[-1].startswith("| solo | -25.0 [")
     assert choose.pooled({"a": arms, "b": arms}).endswith("| 4 |")
-    assert choose.fall([0.1, 0.9, 0.5], window=1) == pytest.approx(0.4)
     elsewhere = {"solo": [run(0, 1.0, made="A"), run(1, 1.0, made="A")]}
     assert choose.processors({"a": arms, "b": elsewhere, "c": elsewhere}) == (
         "Processors: not recorded (`a`); A (`b`, `c`)."
@@ -146,7 +145,7 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     for (run_record,) in arms.values():
         assert run_record["steps"] == 1 and run_record["tokens"] > 0 and len(run_record["right"]) == 8
     lines = choose.page_of("sharing", choose.load_outcomes("sharing")).splitlines()
-    assert len(lines) == 2 * (2 + len(arms)) + 3 and choose.made_with() in lines[-1]
+    assert len(lines) == 2 + len(arms) + 2 and choose.made_with() in lines[-1]
     choose.check("sharing", setting, "shared", 0, tmp_path / "again")
     repeated = re.findall(r"^(\w+): the same$", capsys.readouterr().out, re.MULTILINE)
     assert repeated == ["right", "tokens", "steps", "rewards"]  # the team's run alone has a start

@@ -135,6 +135,19 @@ def test_memory_is_counted_where_it_can_be(model_folder, tmp_path):
     assert "base" in str(memory) and "at once" in str(memory)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.01])
+def test_a_plan_counts_the_reference_of_a_base_that_is_trained_itself(model_folder, tmp_path, beta):
+    trainer = team_trainer(model_folder, tmp_path, settings={"beta": beta}, peft_config=None)
+    models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
+    held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    assert len(models) == 1 + (beta > 0)
+    assert trainer.memory_plan().base == sum(tensor.numel() * tensor.element_size() for tensor in held)
+    adapted = team_trainer(model_folder, tmp_path, settings={"beta": beta}).memory_plan()
+    assert adapted.base == sum(p.numel() * 4 for p in models[0].parameters()) + sum(
+        buffer.numel() * buffer.element_size() for buffer in models[0].buffers()
+    )
+
+
 def count_rows(monkeypatch, generator):
     sizes, generate = [], generator.generate
 

@@ -10,7 +10,7 @@ from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.commands import main
 from marft_trl.reporting.transcripts import Transcript, TranscriptMessage, format_episode, html_page, write_index
-from marft_trl.tiny import exact_answer
+from marft_trl.tiny import exact_answer, tiny_dataset
 from marft_trl.workflows import rehearse
 
 import pandas as pd
@@ -226,6 +226,28 @@ def test_a_run_lists_pages_with_right_answers_and_rewards(model_folder, tmp_path
     assert main(["transcripts", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert re.search(r"^half 0.5$", output, re.MULTILINE) and "advantage: -1" not in output
+
+
+def test_the_page_of_an_evaluation_is_next_to_that_of_its_step(model_folder, tmp_path, capsys):
+    settings = {"max_steps": 2, "log_completions": True, "num_completions_to_print": 1, "completions_total_limit": 1}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "num_generations_eval": 4}
+    team_trainer(model_folder, tmp_path, settings=settings, eval_dataset=tiny_dataset(1, seed=1)).train()
+    folder = tmp_path / "completions"
+    pages = {path.name: path.read_text() for path in folder.glob("transcripts_*")}
+    assert sorted(pages) == ["transcripts_00002.html", "transcripts_00002_eval.html"]
+    assert "advantage" in Reader.read(pages["transcripts_00002.html"]).text
+    assert "of the evaluation at step 2" in pages["transcripts_00002_eval.html"]
+    index = (folder / "index.html").read_text()
+    links = re.findall(r'href="([^"]*)">([^<]*)', index)
+    assert links == [("transcripts_00002_eval.html", "step 2, evaluation"), ("transcripts_00002.html", "step 2")]
+    capsys.readouterr()
+    assert main(["transcripts", str(tmp_path)]) == 0 and "logged at step 2" in capsys.readouterr().out
+    assert main(["transcripts", str(tmp_path), "--eval"]) == 0 and "evaluation at step 2" in capsys.readouterr().out
+    (folder / "transcripts_00002.html").unlink()
+    assert main(["transcripts", str(tmp_path)]) == 0 and "evaluation at step 2" in capsys.readouterr().out
+    (folder / "transcripts_00002_eval.html").unlink()
+    assert main(["transcripts", str(tmp_path), "--eval"]) == 2
+    assert "no transcripts of evaluations" in capsys.readouterr().err
 
 
 def test_a_limit_keeps_the_completions_of_the_latest_steps(model_folder, tmp_path):

@@ -1,5 +1,5 @@
 """
-Memory and traffic of teams on bases of 7B to 70B, by arithmetic: on one GPU, on eight, on two nodes.
+Memory and traffic of teams on a base of 70B in shards, by arithmetic: on eight GPUs, on two nodes.
 
     python benchmarks/devices/sharding.py
 
@@ -20,43 +20,34 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 
-SHAPES = {
-    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "8B": {
-        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-        **{"num_key_value_heads": 8, "vocab_size": 128256},
-    },
-    "70B": {
-        **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-        **{"num_key_value_heads": 8, "vocab_size": 128256},
-    },
+SHAPE = {
+    **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    **{"num_key_value_heads": 8, "vocab_size": 128256},
 }
+TARGETS, RANK, TOKENS = "all-linear", 16, 4096
 # Bytes per 4-bit weight with double quantization, in addition to half a byte; each process has all of them
 CONSTANTS = 0.0159
-# Name, base, bytes of an element of its layers, processes that share it, targets and rank of adapters, tokens
+# Name, bytes of an element of the base's layers, processes that share it
 SETUPS = [
-    ("1 x 24 GB, 4-bit", "7B", 0.5, 1, "all-linear", 16, 4096),
-    ("1 x 24 GB, 4-bit, q and v", "7B", 0.5, 1, ["q_proj", "v_proj"], 8, 4096),
-    ("8 x 80 GB, each the whole base", "8B", 2.0, 1, "all-linear", 16, 8192),
-    ("8 x 80 GB: 4 train in shards, 4 serve", "70B", 2.0, 4, "all-linear", 16, 4096),
-    ("8 x 80 GB: 4 train in 4-bit shards, 4 serve", "70B", 0.5, 4, "all-linear", 16, 4096),
-    ("2 nodes: 8 x 80 GB train in shards, 8 serve", "70B", 2.0, 8, "all-linear", 16, 4096),
+    ("8 x 80 GB: 4 train in shards, 4 serve", 2.0, 4),
+    ("8 x 80 GB: 4 train in 4-bit shards, 4 serve", 0.5, 4),
+    ("2 nodes: 8 x 80 GB train in shards, 8 serve", 2.0, 8),
 ]
 
 
-def build(shape, targets, rank):
+def build():
     """A model in bf16 with one adapter, without weights, and the parameters of the adapter."""
-    config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False, dtype=torch.bfloat16)
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=False, dtype=torch.bfloat16)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model = get_peft_model(base, LoraConfig(r=rank, target_modules=targets))
+        model = get_peft_model(base, LoraConfig(r=RANK, target_modules=TARGETS))
     return model, [p for name, p in model.named_parameters() if "lora_" in name]
 
 
 def row(setup, options):
     """One line of the table, and the traffic of a micro-batch."""
-    name, shape, width, world, targets, rank, tokens = setup
-    model, adapter = build(shape, targets, rank)
+    name, width, world = setup
+    model, adapter = build()
     sizes = shard_sizes(model, adapter, world)
     config, layers = model.config, [p for n, p in model.named_parameters() if ".layers." in n and "lora_" not in n]
     in_layers, total = sum(p.numel() for p in layers), sum(p.numel() for p in model.parameters())
@@ -65,17 +56,15 @@ def row(setup, options):
     held = sizes.held + (width - 2.0) * in_layers / world  # only layers are quantized
     held += CONSTANTS * in_layers if width < 1 else 0
     layer, embeddings = in_layers / config.num_hidden_layers * width, config.vocab_size * config.hidden_size * 2
-    gathered = 0 if world == 1 else max(2 * layer, embeddings + layer)
+    gathered = max(2 * layer, embeddings + layer)
     adapters = options.agents * of_adapter * 16  # fp32: weights, gradients, two moments
-    kept = tokens * config.num_hidden_layers * config.hidden_size * 2
-    within = tokens * 2 * (8 * config.hidden_size + 3 * config.intermediate_size)
+    kept = TOKENS * config.num_hidden_layers * config.hidden_size * 2
+    within = TOKENS * 2 * (8 * config.hidden_size + 3 * config.intermediate_size)
     everything = held + gathered + adapters + kept + within
     # Forward and backward; the embeddings once. Where rows share a prefix, there are two passes of each kind
-    traffic = 0 if world == 1 else (world - 1) / world * (2 * in_layers * width + embeddings)
+    traffic = (world - 1) / world * (2 * in_layers * width + embeddings)
     cells = [held, gathered, adapters, kept + within, everything]
-    line = f"| {name} | {shape}, {base / 1e9:.1f}B | " + " | ".join(readable(cell) for cell in cells) + " |"
-    if world == 1:
-        return line, None
+    line = f"| {name} | 70B, {base / 1e9:.1f}B | " + " | ".join(readable(cell) for cell in cells) + " |"
     seconds, per_token = traffic / options.bandwidth, 6 * base / options.flops
     return line, f"| {name} | {readable(traffic)} | {seconds:.2f} s | {seconds / per_token:,.0f} |"
 
@@ -93,8 +82,8 @@ def main():
     print("\n".join(lines))
     print("\n| | gathered for a micro-batch | time | tokens of a micro-batch that take as long |")
     print("|---|---|---|---|")
-    print("\n".join(line for line in traffic if line is not None))
-    _, adapter = build("70B", "all-linear", 16)
+    print("\n".join(traffic))
+    _, adapter = build()
     size = sum(p.numel() for p in adapter)
     print(f"\nAn adapter of the 70B team: {size:,} weights, {readable(2 * size)} in bf16 for a server.")
 

@@ -251,22 +251,6 @@ def rewards_of_rates(outcomes):
     return "\n".join(lines)
 
 
-def falls(outcomes):
-    """How far the reward of each run ends below its best."""
-    lines = ["| setting | arm | below its best at the end |", "|---|---|---|"]
-    for setting, arms in outcomes.items():
-        for name, runs in arms.items():
-            ends = ", ".join(f"{100 * fall(run['rewards']):.0f}" for run in runs)
-            lines.append(f"| {setting} | {FIRST['sharing'] if name == 'team' else name} | {ends} |")
-    return "\n".join(lines)
-
-
-def fall(rewards, window=4):
-    """How far the mean reward of the last batches is below the best mean of as many batches in a row."""
-    means = [statistics.fmean(rewards[i : i + window]) for i in range(max(len(rewards) - window + 1, 1))]
-    return max(means) - means[-1]
-
-
 def against_best(outcomes):
     """For each rank, the best rate, and the differences of the other rates to it."""
     lines = ["| setting | rank | best rate | the others minus it |", "|---|---|---|---|"]
@@ -328,8 +312,6 @@ def page_of(grid, outcomes):
         tables.append(of_turns(outcomes))
     if grid == "sizes":
         tables.append(orders(outcomes))
-    if grid == "sharing":
-        tables.append(falls(outcomes))
     return "\n\n".join([*tables, processors(outcomes)])
 
 

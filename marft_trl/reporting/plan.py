@@ -156,6 +156,7 @@ class Planner:
         base = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in apart]
         trained = list({id(p): p for p in [*model.parameters(), *critic_parameters] if p.requires_grad}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
+        copies = 2 if self._args.beta and not adapters else 1  # without adapters, the reference is a second base
         read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
         prompts = [prompt for prompt in rehearsal.prompts if prompt[0] in read and prompt[0] in agents]
         if not prompts:  # the rehearsal did not reach the agents of this base
@@ -169,7 +170,7 @@ class Planner:
         has_ddp = self._processes.count > 1 and not self._processes.is_base_sharded
         cache = memory.cache_size(config, at_once, longest + (-longest % ROOM if keeps else 0), width)
         return MemoryPlan(
-            base=sum(self._shards()) if self._processes.is_base_sharded else memory.count_bytes(base),
+            base=copies * (sum(self._shards()) if self._processes.is_base_sharded else memory.count_bytes(base)),
             adapters=memory.count_bytes(adapters),
             critic=memory.count_bytes(critic_parameters),
             # DDP keeps a second copy of all gradients, in its buckets

@@ -33,6 +33,7 @@ from .transcripts import (
     Transcript,
     html_page,
     log_traces,
+    page_name,
     remove_old_completions,
     without_pixels,
     write_index,
@@ -423,8 +424,10 @@ class Reporter:
         folder = Path(self._args.output_dir or ".") / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         run = without_secrets(self._args.run_name or "") or Path(self._args.output_dir or ".").resolve().name
-        page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX, self._episode_rewards)
-        (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
+        is_evaluation = self._metrics.mode == "eval"
+        title = f"Episodes {'of the evaluation' if is_evaluation else 'logged'} at step {step}"
+        page = html_page(self._transcripts, title, run, INDEX, self._episode_rewards)
+        (folder / page_name(step, is_evaluation)).write_text(page, encoding="utf-8")
         if self._args.completions_total_limit is not None:
             remove_old_completions(folder, step, self._args.completions_total_limit)
         write_index(folder, run)

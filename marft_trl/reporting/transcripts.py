@@ -228,7 +228,8 @@ def _format_mean(rewards: Sequence[float | None]) -> str:
 
 def remove_old_completions(folder: Path, step: int, limit: int) -> None:
     """Remove the pages and tables of all but the latest `limit` logging steps up to `step`."""
-    matches = {file: re.fullmatch(r"(?:transcripts|completions)_(\d+)", file.stem) for file in folder.iterdir()}
+    pattern = r"(?:transcripts|completions)_(\d+)(?:_eval)?"
+    matches = {file: re.fullmatch(pattern, file.stem) for file in folder.iterdir()}
     # Files of later steps are those of a run that this one resumes, which writes them again
     steps = {file: int(match[1]) for file, match in matches.items() if match is not None and int(match[1]) <= step}
     kept = sorted({step, *steps.values()})[-limit:]
@@ -237,15 +238,24 @@ def remove_old_completions(folder: Path, step: int, limit: int) -> None:
             file.unlink(missing_ok=True)
 
 
+def page_name(step: int, is_evaluation: bool) -> str:
+    return f"transcripts_{step:05d}{'_eval' if is_evaluation else ''}.html"
+
+
+def find_pages(folder: Path) -> dict[tuple[int, bool], Path]:
+    """Return the pages in a folder, by their step and whether they are of an evaluation."""
+    matches = (re.fullmatch(r"transcripts_(\d+)(_eval)?\.html", path.name) for path in folder.glob("*.html"))
+    return {(int(match[1]), match[2] is not None): folder / match[0] for match in matches if match is not None}
+
+
 def write_index(folder: Path, run: str = "") -> None:
     """Write the page that lists the pages of all steps in a folder, the latest first."""
-    found = {page: re.fullmatch(r"transcripts_(\d+)", page.stem) for page in folder.glob("transcripts_*.html")}
-    steps = {page: int(step[1]) for page, step in found.items() if step is not None}
     pages = []
-    for page in sorted(steps, key=steps.__getitem__, reverse=True):
+    for (step, is_evaluation), page in sorted(find_pages(folder).items(), reverse=True):
         with open(page, encoding="utf-8") as file:
             about = re.search(r'<meta name="description" content="([^"]*)">', file.read(8192))
-        pages.append({"name": page.name, "step": steps[page], "about": html.unescape(about[1]) if about else ""})
+        link = {"name": page.name, "title": f"step {step}{', evaluation' if is_evaluation else ''}"}
+        pages.append({**link, "about": html.unescape(about[1]) if about else ""})
     title = f"Episodes of {run}" if run else "Episodes"
     write_atomically(folder / INDEX, _render(title=title, about="", pages=pages))
 

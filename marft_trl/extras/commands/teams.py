@@ -25,6 +25,7 @@ from peft import PeftConfig
 
 from ...adapters.files import team_folder
 from ...adapters.manifest import TeamManifest
+from ...reporting.transcripts import find_pages
 from ...seams.libraries import TESTED, installed_version
 from ...system.redaction import for_log, printable
 from ...team import Answer, Team, TextDelta, TurnEnded, TurnStarted
@@ -209,14 +210,18 @@ def run_vllm_command(args: argparse.Namespace) -> None:
 def transcripts_options(parser: Parser) -> None:
     parser.add_argument("folder", help="output folder of a run with `log_completions=True`")
     parser.add_argument("--step", type=int, help="logging step (default: the latest)")
+    parser.add_argument("--eval", action="store_true", help="episodes of the evaluation at the step")
     parser.add_argument("--open", action="store_true", help="open the page in a browser, with colors")
 
 
 def run_transcripts(args: argparse.Namespace) -> None:
-    found = Path(args.folder).glob("completions/transcripts_*.html")
-    pages = {int(match[1]): path for path in found if (match := re.fullmatch(r"transcripts_(\d+)", path.stem))}
+    found = find_pages(Path(args.folder) / "completions")
+    # Of a step, the page of training, if it has one
+    steps = sorted(found, key=lambda name: name[1], reverse=True)
+    pages = {step: found[step, is_evaluation] for step, is_evaluation in steps if is_evaluation or not args.eval}
     if not pages:
-        raise UsageError(f"There are no transcripts in {args.folder}. Train with `log_completions=True`.")
+        of = " of evaluations" if args.eval else ""
+        raise UsageError(f"There are no transcripts{of} in {args.folder}. Train with `log_completions=True`.")
     step = max(pages) if args.step is None else args.step
     if step not in pages:
         known = ", ".join(map(str, sorted(pages)))
