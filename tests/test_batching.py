@@ -48,9 +48,9 @@ def test_slices_hold_whole_episodes_and_all_of_them(sizes, per_slice):
     episodes = [[Row("x1", "left", torch.arange(1), torch.arange(1)) for _ in range(size)] for size in sizes]
     slices = batching.cut_slices(episodes, torch.randperm(len(episodes)), per_slice)
     assert sorted(id(row) for rows in slices for row in rows) == sorted(id(row) for rows in episodes for row in rows)
-    for rows in slices:
-        ids = set(map(id, rows))
-        assert all(set(map(id, episode)) <= ids or ids.isdisjoint(map(id, episode)) for episode in episodes)
+    for slice_rows in slices:
+        ids = set(map(id, slice_rows))
+        assert all(set(map(id, rows)) <= ids or ids.isdisjoint(map(id, rows)) for rows in episodes)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo"])

@@ -162,14 +162,13 @@ def team_card(
     `seeing` have vision-language models.
     """
     hub_names = [base.name for base in manifest.bases if not base.is_local and is_hub_id(base.name)]
-    base = ", ".join(hub_names) if len(hub_names) == len(manifest.bases) else None
     repo = repo or model_name
     repo = repo if is_hub_id(repo) else "path/to/the/team"
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
-    every = [_of_base(manifest, item, place, seeing) for place, item in enumerate(manifest.bases)]
-    bases, policies = ([item for item in every if bool(item["modules"]) is has] for has in (True, False))
+    every = [_of_base(manifest, base, place, seeing) for place, base in enumerate(manifest.bases)]
+    bases, policies = ([values for values in every if bool(values["modules"]) is has] for has in (True, False))
     local = [
-        manifest.players_on(item)[0].name for item in manifest.bases if item.is_local and manifest.adapters_on(item)
+        manifest.players_on(base)[0].name for base in manifest.bases if base.is_local and manifest.adapters_on(base)
     ]
     arguments, option = "", "".join(f" --model {name}={_PLACE}" for name in local)
     if local:
@@ -191,7 +190,7 @@ def team_card(
     content = _template(_CARD).render(
         card_data=card_data.to_yaml(),
         title=_markdown(model_name),
-        base=" and ".join(_link(name, "") for name in hub_names) if base else None,
+        base=" and ".join(_link(name, "") for name in hub_names) if len(hub_names) == len(manifest.bases) else None,
         dataset=", ".join(_link(name, "datasets/") for name in datasets),
         num_agents=len(manifest.agents),
         agents_table=_agents_table(manifest),
@@ -205,7 +204,7 @@ def team_card(
         bases=bases,
         policies=policies,
         images=", images=[...]" if seeing else "",
-        classes=", ".join(sorted({item[name] for item in every for name in ("model_class", "processing_class")})),
+        classes=", ".join(sorted({values[name] for values in every for name in ("model_class", "processing_class")})),
         repo=repo,
         rank=max_lora_rank([max_rank]),
         paper=PAPER,

@@ -228,7 +228,9 @@ class Reporter:
         for agent in self._agents:
             agent_turns = [turn for turn in turns if turn.agent == agent]
             if agent_turns:
-                lengths = length_metrics([t.tokens for t in agent_turns], [t.truncated for t in agent_turns])
+                lengths = length_metrics(
+                    [turn.tokens for turn in agent_turns], [turn.truncated for turn in agent_turns]
+                )
                 for name in lengths.keys() & AGENT_METRICS:
                     self._metrics.add(f"agents/{agent}/{name}", lengths[name])
             self._metrics.add(f"agents/{agent}/turns", len(agent_turns) / len(rollout.rewards))

@@ -217,7 +217,9 @@ def html_page(
     about = f"{len(transcripts)} episodes{_format_mean([transcript.reward for transcript in transcripts])}"
     if len(rewards) > len(transcripts):
         about = f"The first {len(transcripts)} of {len(rewards)} episodes{_format_mean(rewards)}"
-    pictures = any(item.images or any(entry.images for entry in item.entries) for item in transcripts)
+    pictures = any(
+        transcript.images or any(entry.images for entry in transcript.entries) for transcript in transcripts
+    )
     return _render(title=title, about=about, run=run, index=index, transcripts=transcripts, has_images=pictures)
 
 

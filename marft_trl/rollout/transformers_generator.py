@@ -170,13 +170,15 @@ class TransformersGenerator(Generator):
         recorder = Recorder() if self.records and not by_reference else None
         settings = self._engine.settings(sampling) | overrides | (GREEDY if greedy else {})
         live = self._live_rows(observed, settings)
-        adapters = [self._policies.get_adapter(request.agent) for request in observed]
+        adapters = [self._policies.get_adapter(observation.agent) for observation in observed]
         is_mixed = len(set(adapters)) > 1 and self._mixed is not None
         if is_mixed:
             speaker = cast(MixedLora, self._mixed).on()
         images = None
         if group.has_images:
-            images = functools.partial(cast(Any, self._images).for_model, [item.images for item in observed])
+            images = functools.partial(
+                cast(Any, self._images).for_model, [observation.images for observation in observed]
+            )
         own_loop = self._share and images is None  # TRL's and transformers' loop takes images
         options = self._options(sampling, settings, recorder, adapters if is_mixed else None, live, own_loop)
         loop = options.get("custom_generate")
@@ -188,7 +190,8 @@ class TransformersGenerator(Generator):
             if loop is not None:
                 loop.keywords["key"] = key
             try:
-                sampled = self._engine.generate([request.ids for request in observed], settings, options, images)
+                ids = [observation.ids for observation in observed]
+                sampled = self._engine.generate(ids, settings, options, images)
             except torch.OutOfMemoryError:
                 self.drop_cache()  # a smaller batch is tried with less room
                 raise
@@ -227,7 +230,7 @@ class TransformersGenerator(Generator):
         return None if self._share else "`share_prefixes=False` is set, or the base model cannot share prefixes"
 
     def _live_rows(self, observed: Sequence[Observation], settings: Mapping[str, Any]) -> LiveRows | None:
-        turns = [item.live for item in observed if item.live is not None]
+        turns = [observation.live for observation in observed if observation.live is not None]
         if not turns:
             return None
         device, ends = self._engine.model.device, settings["eos_token_id"]
