@@ -36,7 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import figures
-from choose_grids import GRIDS, SEARCHED, TEAMS_OF_SIZES, best_rates, end_reward
+from choose_grids import DUOS, GRIDS, SEARCHED, TEAMS, TEAMS_OF_SIZES, best_rates, end_reward
 
 
 ROOT = Path(__file__).parents[2]
@@ -162,9 +162,9 @@ def table(grid, outcomes):
     return "\n".join(lines)
 
 
-def pooled(outcomes):
+def pooled(outcomes, over="all settings"):
     """Differences to the first arm over all settings, by arm: a run of a setting counts as a seed."""
-    lines = ["| arm | minus the first, all settings | runs |", "|---|---|---|"]
+    lines = [f"| arm | minus the first, {over} | runs |", "|---|---|---|"]
     for name in dict.fromkeys(name for arms in outcomes.values() for name in arms if name != "team"):
         compared = [arms for arms in outcomes.values() if name in arms]
         ours, baseline = (np.concatenate([matrix(arms[arm]) for arms in compared]) for arm in (name, "team"))
@@ -302,8 +302,12 @@ def processors(outcomes):
 def page_of(grid, outcomes):
     """The tables of a grid."""
     tables = [rewards_of_rates(outcomes) if grid == "search" else table(grid, outcomes)]
-    if grid in ("presets", "tuned") and len(outcomes) > 1:
+    if grid == "presets" and len(outcomes) > 1:
         tables.append(pooled(outcomes))
+    if grid == "tuned":
+        for teams in (DUOS, TEAMS):  # of a model
+            pool = {team: outcomes[team] for team in teams if team in outcomes}
+            tables += [pooled(pool, " and ".join(pool))] if len(pool) > 1 else []
     if grid == "worth" and len(outcomes) > 1:
         tables.append(pooled_teams(outcomes))
     if grid == "rates":

@@ -41,35 +41,33 @@ def make(*args, **settings):
     """The experiment of `examples/real.py`, which sets the precision of products for a model in float32."""
     experiment = real.make(*args, **settings)
     torch.set_float32_matmul_precision("highest")
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        multiply_in_float32()
+    if torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        multiply_in_float32()  # in the whole process
     return experiment
 
 
 @functools.cache
 def multiply_in_float32():
     """
-    Multiply matrices of bfloat16 in float32 and round the products, as PyTorch does on a CPU without AVX512, in an
-    eighth of the time. Only the order of the sums differs.
+    Multiply matrices of bfloat16 in float32 and round the products. On a CPU without AVX512, this takes a fraction of
+    the time of PyTorch's kernels. Only the order of the sums differs. Attention keeps its own kernel.
     """
     library = torch.library.Library("aten", "IMPL")
 
     def rounded(product):
         def kernel(*matrices, **scales):
             *_, left, right = matrices
-            out = torch.empty((*left.shape[:-1], right.shape[-1]), dtype=torch.float32 if half(left) else left.dtype)
-            product(*(matrix.float() if half(matrix) else matrix for matrix in matrices), **scales, out=out)
+            is_half = all(matrix.dtype == torch.bfloat16 for matrix in matrices)
+            out = torch.empty((*left.shape[:-1], right.shape[-1]), dtype=torch.float32 if is_half else left.dtype)
+            product(*(matrix.float() if is_half else matrix for matrix in matrices), **scales, out=out)
             return out.to(left.dtype)
 
         return kernel
 
-    def half(matrix):
-        return matrix.dtype == torch.bfloat16
-
-    with warnings.catch_warnings(action="ignore"):  # that the kernels of PyTorch are replaced
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns of replaced kernels
         for product in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm):
             library.impl(product.__name__, rounded(product), "CPU")
-    return library  # which keeps the kernels
+    return library  # the kernels last as long as this object
 
 
 def settings(max_steps, preset=None, **changes):
@@ -563,8 +561,8 @@ def best_rates(arms):
 
 
 def end_reward(arms, kind, rate):
-    """Mean reward of the last five batches of the runs of an arm of `search`."""
-    runs = arms.get(f"{kind}, {rate}") or arms["team"]  # whose rate is 1e-3
+    """Mean reward of the last five batches of the runs of an arm of `search`, of which "own, 1e-3" is the team."""
+    runs = arms["team" if (kind, rate) == ("own", "1e-3") else f"{kind}, {rate}"]
     return float(np.mean([run["rewards"][-5:] for run in runs]))
 
 
@@ -573,9 +571,12 @@ def tuned(team="voting", updates=20):
     Own adapters and one shared by all, each at the learning rate that `search` chose for it in this team.
 
     Fixed before the runs: four teams, two of the pretrained model and two of the tiny one; both arms; seeds 0 to 4;
-    64 held-out questions with two samples, or 400. One kind of adapters is better in a team, or over all teams, if the
-    interval of the difference does not contain 0. Otherwise the question stays open. The third team of `sharing` takes
-    too long.
+    64 held-out questions with two samples, or 400. One kind of adapters is better in a team, or over the two teams of
+    a model, if the interval of the difference does not contain 0. Otherwise the question stays open. The third team of
+    `sharing` takes too long.
+
+    Raises:
+        FileNotFoundError: `choose.py search --page` has not run.
     """
     experiment, variants = of_adapters(team, updates)
     rates = best_rates(json.loads(SEARCH_FILE.read_text(encoding="utf-8"))[team])
