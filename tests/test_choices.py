@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,17 +103,41 @@ def test_each_kind_of_adapters_has_the_rate_with_the_highest_reward_at_the_end()
     ]  # fmt: skip
 
 
-OF_TINY = ("sizes", "search", "tuned")  # grids that begin with tiny models
-
-
 @pytest.mark.slow
 def test_grids_run_in_the_precision_of_their_page():
     """That of `examples/real.py` may change, and would change every row."""
-    for make, settings, _ in [grid for name, grid in choose.GRIDS.items() if name not in OF_TINY]:
-        experiment = make(**settings[0])
+    for make, settings, _ in [grid for name, grid in choose.GRIDS.items() if name != "sizes"]:  # of tiny models
+        experiment = make(**settings[-1])
         for variant in (experiment, *(change(experiment) for change in experiment.variants.values())):
             assert variant.args.bf16 and variant.args.model_init_kwargs == {"dtype": "bfloat16"}
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_products_of_bfloat16_are_those_of_pytorch():
+    """Up to the order of the sums, so that a few are rounded to a neighbor. In a process of its own."""
+    code = """
+import torch
+import choose_grids
+
+x, y, b = (torch.randn(3, 40, 40).bfloat16() for _ in range(3))
+products = [
+    lambda: x[0] @ y[0].t(), lambda: torch.addmm(b[0], x[0], y[0], beta=0.5, alpha=2), lambda: x @ y,
+    lambda: torch.baddbmm(b, x, y, beta=0.5, alpha=2), lambda: x[0].double() @ y[0].double(),
+]  # fmt: skip
+before = [product() for product in products]
+library = choose_grids.multiply_in_float32()
+for own, pytorch in zip((product() for product in products), before, strict=True):
+    assert own.dtype == pytorch.dtype and own.shape == pytorch.shape
+    torch.testing.assert_close(own, pytorch, rtol=2**-7, atol=2**-7)
+    assert (own == pytorch).float().mean() > 0.95
+try:
+    x[0] @ y[0].float()
+except RuntimeError:
+    print("refused")
+"""
+    folder = str(ROOT / "benchmarks" / "learning")
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert run.stdout == "refused\n", run.stderr
 
 
 def test_tables_go_between_their_comments():

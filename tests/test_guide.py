@@ -5,6 +5,8 @@ Replacements keep the blocks small: a tiny model for models of the Hub, a team t
 few rows for datasets of the Hub, one step for every config, and earlier arguments of the page for three dots.
 """
 
+import ast
+import builtins
 import contextlib
 import doctest
 import itertools
@@ -117,6 +119,25 @@ def run_blocks(page, model_folder, team, url):
             assert not runner.summarize(verbose=False).failed, f"{page.stem}, block {number + 1}"
             continue
         exec(compile(code, f"{page.stem}, block {number + 1}", "exec"), space)  # noqa: S102  # our own documentation
+
+
+# Of fragments that show only arguments, and of the reader's own program
+NOT_IMPORTED = {"MARFTConfig", "MARFTTrainer", "client", "score"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_of_a_page_import_what_they_use(page):
+    """Replacements would hide a missing import."""
+    known = {*dir(builtins), "__name__", *NOT_IMPORTED}
+    for tree in (ast.parse(block) for block in blocks(page) if ">>>" not in block):
+        nodes = list(ast.walk(tree))
+        for node in nodes:
+            bound = getattr(node, "name", None) or getattr(node, "arg", None)  # of definitions, arguments, patterns
+            known |= {bound} if isinstance(bound, str) and not isinstance(node, ast.alias) else set()
+            known |= {node.asname or node.name.partition(".")[0]} if isinstance(node, ast.alias) else set()
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        assert {node.id for node in names} <= known, page
 
 
 def test_no_page_and_no_template_pays_for_a_text_that_contains_the_answer():

@@ -243,6 +243,10 @@ def test_the_page_of_an_evaluation_is_next_to_that_of_its_step(model_folder, tmp
     capsys.readouterr()
     assert main(["transcripts", str(tmp_path)]) == 0 and "logged at step 2" in capsys.readouterr().out
     assert main(["transcripts", str(tmp_path), "--eval"]) == 0 and "evaluation at step 2" in capsys.readouterr().out
+    (folder / "transcripts_00003_eval.html").write_text("a later evaluation")
+    assert main(["transcripts", str(tmp_path)]) == 0 and "logged at step 2" in capsys.readouterr().out
+    assert main(["transcripts", str(tmp_path), "--step", "3"]) == 0 and "a later" in capsys.readouterr().out
+    (folder / "transcripts_00003_eval.html").unlink()
     (folder / "transcripts_00002.html").unlink()
     assert main(["transcripts", str(tmp_path)]) == 0 and "evaluation at step 2" in capsys.readouterr().out
     (folder / "transcripts_00002_eval.html").unlink()

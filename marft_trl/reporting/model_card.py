@@ -108,7 +108,7 @@ workflow shows the agent.
 ```bash
 hf download {{ repo }} --local-dir team
 {%- for base in bases %}
-vllm serve {{ base.name }} --enable-lora --max-lora-rank {{ rank }} \\
+vllm serve {{ base.name }} --enable-lora --max-lora-rank {{ rank }} --generation-config vllm \\
   --tokenizer team{{ base.folder }} --chat-template team{{ base.folder }}/chat_template.jinja \\
   --lora-modules {{ base.modules }}{% if base.port %} --port {{ base.port }}{% endif %}
 {%- endfor %}

@@ -83,7 +83,7 @@ class ModelEngine:
             "attention_mask": mask,
             **({} if images is None else images(ids, [width] * len(ids))),
         }
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:  # empty in most teams: a served request pays for each context
             for in_precision in (forward_in_precision, generating_in_precision) if self.autocast else ():
                 stack.enter_context(in_precision(self.model, self.autocast))
             rows = self.model.generate(**inputs, generation_config=config, **options)

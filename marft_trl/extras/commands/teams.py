@@ -216,13 +216,15 @@ def transcripts_options(parser: Parser) -> None:
 
 def run_transcripts(args: argparse.Namespace) -> None:
     found = find_pages(Path(args.folder) / "completions")
-    # Of a step, the page of training, if it has one
-    steps = sorted(found, key=lambda name: name[1], reverse=True)
-    pages = {step: found[step, is_evaluation] for step, is_evaluation in steps if is_evaluation or not args.eval}
+    of_training, of_evaluations = (
+        {step: page for (step, is_evaluation), page in found.items() if is_evaluation == wanted}
+        for wanted in (False, True)
+    )
+    pages = of_evaluations if args.eval else of_evaluations | of_training
     if not pages:
         of = " of evaluations" if args.eval else ""
         raise UsageError(f"There are no transcripts{of} in {args.folder}. Train with `log_completions=True`.")
-    step = max(pages) if args.step is None else args.step
+    step = max((not args.eval and of_training) or pages) if args.step is None else args.step
     if step not in pages:
         known = ", ".join(map(str, sorted(pages)))
         raise UsageError(f"There are no transcripts of step {step}. Available steps: {known}.")
