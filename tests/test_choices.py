@@ -57,11 +57,12 @@ def test_differences_are_those_of_pairs():
     assert choose.table("rates", {"a setting": arms}).splitlines()[3].split(" | ")[3].startswith("-25.0")
     assert choose.pooled({"a": arms, "b": arms}).splitlines()[-1].startswith("| solo | -25.0 [")
     assert choose.pooled({"a": arms, "b": arms}).endswith("| 4 |")
-    wide = {name: [run(k, 1.0, 0.0, 1.0) for k in (0, 1)] for name in ("team", "solo")}
-    teams = dict(zip([*choose.DUOS, "voting", "evaluator"], [arms, arms, wide, wide], strict=True))
-    tables = choose.page_of("tuned", teams)  # two models have different questions
-    assert tables.count("| solo | -25.0 [") == tables.count("| solo | +0.0 [") == 1
-    assert "minus the first, evaluator and voting" in tables
+    tiny = {"team": arms["team"], "one adapter": arms["solo"], "own, rate of one adapter": arms["solo"]}
+    wide = {name: [run(k, 1.0, 0.0, 1.0) for k in (0, 1)] for name in ("team", "one adapter")}
+    teams = dict(zip([*choose.DUOS, "voting", "evaluator"], [tiny, tiny, wide, wide], strict=True))
+    pooled = choose.page_of("tuned", teams).partition("\n\n")[2]  # two models have different questions
+    assert pooled.count("| one adapter | -25.0 [") == pooled.count("| one adapter | +0.0 [") == 1
+    assert "minus the first, evaluator and voting" in pooled and "own, rate" not in pooled
     elsewhere = {"solo": [run(0, 1.0, made="A"), run(1, 1.0, made="A")]}
     assert choose.processors({"a": arms, "b": elsewhere, "c": elsewhere}) == (
         "Processors: not recorded (`a`); A (`b`, `c`)."

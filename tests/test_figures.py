@@ -29,7 +29,7 @@ def test_tables_of_pages_are_those_of_the_data(module):
         assert page.read_text(encoding="utf-8") == text, page
     begun = re.findall(r"<!-- (?!end of|names of)(.*?) -->", "".join(page.read_text() for page in figures.PAGES))
     # Of `choose.py`, which `test_choices.py` compares
-    tables_of_choices = {"presets", "rates", "sharing", "worth", "parts", "sizes"}
+    tables_of_choices = {"presets", "rates", "sharing", "search", "tuned", "worth", "parts", "sizes"}
     assert sorted(begun) == sorted({*texts, *tables_of_choices})  # every table is on one page
     files = {file.stem for file in figures.DATA.glob("*.json")}
     assert files - {*figures.MADE_BY} == {"peers", "printed", *tables_of_choices}

@@ -306,7 +306,8 @@ def page_of(grid, outcomes):
         tables.append(pooled(outcomes))
     if grid == "tuned":
         for teams in (DUOS, TEAMS):  # of a model
-            pool = {team: outcomes[team] for team in teams if team in outcomes}
+            compared = [team for team in teams if team in outcomes]
+            pool = {team: {arm: outcomes[team][arm] for arm in ("team", "one adapter")} for team in compared}
             tables += [pooled(pool, " and ".join(pool))] if len(pool) > 1 else []
     if grid == "worth" and len(outcomes) > 1:
         tables.append(pooled_teams(outcomes))

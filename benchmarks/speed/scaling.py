@@ -197,7 +197,10 @@ def tables(measurements):
         counts, peaks = series["memory"]["values"], heights(series["memory"])
         more = (peaks[-1] - peaks[0]) / (counts[-1] - counts[0])
         state = series["memory"]["state"]
-        texts = [f"memory for each further agent, {counts[0]} to {counts[-1]}", "its weights, gradient and moments; in all"]
+        texts = [
+            f"memory for each further agent, {counts[0]} to {counts[-1]}",
+            "its weights, gradient and moments; in all",
+        ]
         rows.append([*texts, f"{state:.1f} MB, {more:.1f} MB", f"1, {more / state:.2f}"])
     return {"scaling": figures.markdown(["", "values", "CPU ms per token", "ratios"], rows)}
 

@@ -254,6 +254,8 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def table() -> str:
-    lines = ["| setting | has no effect | because |", "|---|---|---|"]
-    lines += [f"| `{name}` | {it.when} | {it.why.removesuffix('.')} |" for name, it in UNUSED.items()]
-    return "\n".join(lines)
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, unused in UNUSED.items():
+        names.setdefault((unused.when, unused.why.removesuffix(".")), []).append(f"`{name}`")
+    rows = (f"| {', '.join(alike)} | {when} | {why} |" for (when, why), alike in names.items())
+    return "\n".join(["| setting | has no effect | because |", "|---|---|---|", *rows])
