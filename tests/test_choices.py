@@ -67,6 +67,7 @@ def test_differences_are_those_of_pairs():
     assert choose.processors({"a": arms, "b": elsewhere, "c": elsewhere}) == (
         "Processors: not recorded (`a`); A (`b`, `c`)."
     )
+    assert choose.processors({"a": arms}) == "Processor: not recorded."
 
 
 def test_a_rate_is_compared_with_the_best_of_the_same_rank():

@@ -308,7 +308,10 @@ def test_results_between_plain_marks_are_warned_of():
 
 def test_tokenizers_without_line_breaks_or_templates_are_warned_of():
     assert "line breaks as spaces" in gap_of(tokenizer_of("wordpiece", "qwen3"))
-    prompts = PromptBuilder(ChatTemplate(tokenizer_of("byte_level", "qwen3")), tokenize=None, keeps_text_prompts=True)
+    tokenizer = copy.deepcopy(tokenizer_of("byte_level", "qwen3"))
+    prompts = PromptBuilder(ChatTemplate(tokenizer), tokenize=None, keeps_text_prompts=True)
+    assert "text prompts are shown without the chat template" in prompts.find_protection_gap(uses_tools=False)
+    tokenizer.chat_template = None
     assert "no chat template" in prompts.find_protection_gap(uses_tools=False)
 
 

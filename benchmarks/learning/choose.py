@@ -295,6 +295,8 @@ def processors(outcomes):
     for setting, arms in outcomes.items():
         for name in dict.fromkeys(run.get("made", NOT_RECORDED) for runs in arms.values() for run in runs):
             named.setdefault(name, []).append(setting)
+    if len(named) == 1:
+        return f"Processor: {next(iter(named))}."
     shown_names = (f"{name} (`{'`, `'.join(settings)}`)" for name, settings in named.items())
     return f"Processors: {'; '.join(shown_names)}."
 

@@ -350,8 +350,10 @@ class PromptBuilder:
             return None
         if "\n" not in self.tokenizer.decode(self._encode("x\nx")):
             return "the tokenizer reads line breaks as spaces, so the names of speakers are not on separate lines"
-        if self._keeps_text_prompts:
+        if self.tokenizer.chat_template is None:
             return "the tokenizer has no chat template, so only lines with speaker names separate messages"
+        if self._keeps_text_prompts:
+            return "text prompts are shown without the chat template, unlike prompts of messages"
         if marks := ", ".join(map(repr, self.template.plain_marks(uses_tools))):
             return f"the chat template marks messages with plain text ({marks}), not with control tokens"
         return None
@@ -572,7 +574,7 @@ def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
         )
     logger.warning(
         f"An agent can write text that its teammates may mistake for a message from another speaker, because "
-        f"{reason}. This cannot be prevented for this tokenizer. The text still contains no control tokens."
+        f"{reason}. The text still contains no control tokens."
     )
 
 
