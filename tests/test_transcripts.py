@@ -231,8 +231,10 @@ def test_a_run_lists_pages_with_right_answers_and_rewards(model_folder, tmp_path
 def test_the_page_of_an_evaluation_is_next_to_that_of_its_step(model_folder, tmp_path, capsys):
     settings = {"max_steps": 2, "log_completions": True, "num_completions_to_print": 1, "completions_total_limit": 1}
     settings |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "num_generations_eval": 4}
-    team_trainer(model_folder, tmp_path, settings=settings, eval_dataset=tiny_dataset(1, seed=1)).train()
     folder = tmp_path / "completions"
+    folder.mkdir()
+    (folder / "transcripts_00000_eval.html").write_text("beyond the limit")
+    team_trainer(model_folder, tmp_path, settings=settings, eval_dataset=tiny_dataset(1, seed=1)).train()
     pages = {path.name: path.read_text() for path in folder.glob("transcripts_*")}
     assert sorted(pages) == ["transcripts_00002.html", "transcripts_00002_eval.html"]
     assert "advantage" in Reader.read(pages["transcripts_00002.html"]).text
