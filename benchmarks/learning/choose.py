@@ -319,7 +319,7 @@ def page_of(grid, outcomes):
         tables.append(of_turns(outcomes))
     if grid == "sizes":
         tables.append(orders(outcomes))
-    return "\n\n".join([*tables, processors(outcomes)])
+    return "\n\n".join(tables if grid == "search" else [*tables, processors(outcomes)])
 
 
 def main():
