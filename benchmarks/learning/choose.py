@@ -246,7 +246,7 @@ def rewards_of_rates(outcomes):
     lines = [f"| team | adapters | {' | '.join(SEARCHED)} | rate |", "|---" * (3 + len(SEARCHED)) + "|"]
     for team, arms in outcomes.items():
         for kind, chosen in best_rates(arms).items():
-            rewards = (f"{end_reward(arms, kind, rate):.2f}" for rate in SEARCHED)
+            rewards = (f"{end_reward(arms, kind, rate):.3f}" for rate in SEARCHED)
             lines.append(f"| {team} | {kind} | {' | '.join(rewards)} | {chosen} |")
     return "\n".join(lines)
 
@@ -290,11 +290,11 @@ def made_with():
 
 
 def processors(outcomes):
-    """Which settings ran on which processor, with which versions."""
+    """Which settings ran on which processor."""
     named = {}
     for setting, arms in outcomes.items():
         for name in dict.fromkeys(run.get("made", NOT_RECORDED) for runs in arms.values() for run in runs):
-            named.setdefault(name, []).append(setting)
+            named.setdefault(name.partition(", torch")[0], []).append(setting)  # versions are in the data
     if len(named) == 1:
         return f"Processor: {next(iter(named))}."
     shown_names = (f"{name} (`{'`, `'.join(settings)}`)" for name, settings in named.items())
@@ -319,7 +319,7 @@ def page_of(grid, outcomes):
         tables.append(of_turns(outcomes))
     if grid == "sizes":
         tables.append(orders(outcomes))
-    return "\n\n".join(tables if grid == "search" else [*tables, processors(outcomes)])
+    return "\n\n".join([*tables, processors(outcomes)])
 
 
 def main():

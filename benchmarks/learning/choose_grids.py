@@ -579,10 +579,13 @@ def tuned(team="voting", updates=20):
     of one adapter, in teams of the tiny model.
 
     Raises:
-        FileNotFoundError: `choose.py search --page` has not run.
+        ValueError: `choose.py search --page` has not run for this team.
     """
     experiment, variants = of_adapters(team, updates)
-    rates = best_rates(json.loads(SEARCH_FILE.read_text(encoding="utf-8"))[team])
+    searched = json.loads(SEARCH_FILE.read_text(encoding="utf-8"))
+    if team not in searched:
+        raise ValueError(f"There are no rates for {team!r}. Run `choose.py search --settings {team!r} --page` before.")
+    rates = best_rates(searched[team])
     arms = {"one adapter": variants["shared", rates["shared"]]}
     if team in DUOS and rates["own"] != rates["shared"]:
         arms["own, rate of one adapter"] = variants["own", rates["shared"]]

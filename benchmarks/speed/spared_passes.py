@@ -82,7 +82,7 @@ class Steps:
             loss = trainer.compute_loss(trainer.model, slice_)
             trainer.accelerator.backward(loss)
         trainer.parts.loss.end_step(True)
-        trainer.parts.updates.finish()
+        trainer.parts.updates.finish(True)
         trainer.parts.updates.clip(1.0)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
