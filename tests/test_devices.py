@@ -11,6 +11,7 @@ from marft_trl.extras.engines import vllm_generator
 from marft_trl.extras.engines.vllm_generator import VLLMGenerator
 from marft_trl.learning import batching
 from marft_trl.learning.memory import ActivationCost, measure_activations, memory_of_server
+from marft_trl.rollout.transformers_generator import ModelEngine
 from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients
 from marft_trl.seams.trl import constructing_grpo_trainer
@@ -191,6 +192,17 @@ def test_the_dtype_of_a_loaded_base(caplog):
     plain, whole = lora(), LoraConfig(modules_to_save=["lm_head"])
     assert stays_frozen([AgentSpec("a")], plain) and stays_frozen([AgentSpec("a", peft_config=plain)], None)
     assert not stays_frozen([AgentSpec("a")], None) and not stays_frozen([AgentSpec("a")], whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_a_loaded_team_computes_in_the_precision_of_training(model_folder, tokenizer, dtype):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    computed = set()
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *call: computed.add(call[-1].dtype))
+    settings = {"max_new_tokens": 2, "do_sample": False}
+    engine = ModelEngine(model, tokenizer, settings, dtype)
+    engine.generate([[1, 2]], settings, {})
+    assert computed == {dtype or torch.float32}
 
 
 def test_generating_in_precision_casts_where_the_base_has_it(model_folder):

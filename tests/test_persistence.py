@@ -63,7 +63,8 @@ def test_the_manifest_lists_the_agents_of_the_team(model_folder, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "2504.16129" in card and "base_model:" not in card and model_folder not in card
     assert "| reasoner | [`reasoner`](./reasoner) | yes | Write the steps. |" in card
-    assert "--max-lora-rank 8 " in card and 'subfolder="reasoner"' in card and "marft_trl" in card
+    assert "--max-lora-rank 8 --generation-config vllm" in card
+    assert 'subfolder="reasoner"' in card and "marft_trl" in card
     assert '```mermaid\nflowchart LR\n    n0["reasoner 1"]\n    n1["actor 1"]\n' in card
     assert "    n0 --> n1\n    n1 --> n2\n    n2 --> n3\n```\n" in card
     trainer.hub_model_id = "me/my-team"  # set late, by `init_hf_repo`, which `push_to_hub` calls

@@ -46,8 +46,8 @@ def questions(
         raise TypeError("`prompts` must be a list of prompts. For one, pass `[prompt]`, or call `team(prompt)`.")
     if not len(prompts):
         raise ValueError("`prompts` is empty. Pass at least one prompt.")
-    questions = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
-    rows = [dict(question) for question in questions for _ in range(num_samples)]
+    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+    rows = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in repeated]
     texts = [row.get("prompt", "?") for row in rows]
     empty = [index for index, text in enumerate(texts) if isinstance(text, str | None) and not (text or "").strip()]
     if empty:

@@ -216,21 +216,19 @@ def transcripts_options(parser: Parser) -> None:
 
 def run_transcripts(args: argparse.Namespace) -> None:
     found = find_pages(Path(args.folder) / "completions")
-    of_training, of_evaluations = (
-        {step: page for (step, is_evaluation), page in found.items() if is_evaluation == wanted}
-        for wanted in (False, True)
-    )
-    pages = of_evaluations if args.eval else of_evaluations | of_training
-    if not pages:
+    steps = sorted({step for step, is_evaluation in found if is_evaluation or not args.eval})
+    if not steps:
         of = " of evaluations" if args.eval else ""
         raise UsageError(f"There are no transcripts{of} in {args.folder}. Train with `log_completions=True`.")
-    step = max((not args.eval and of_training) or pages) if args.step is None else args.step
-    if step not in pages:
-        known = ", ".join(map(str, sorted(pages)))
+    latest = max((step for step, is_evaluation in found if is_evaluation == args.eval), default=steps[-1])
+    step = latest if args.step is None else args.step
+    if step not in steps:
+        known = ", ".join(map(str, steps))
         raise UsageError(f"There are no transcripts of step {step}. Available steps: {known}.")
+    page = found[step, args.eval or (step, False) not in found]
     if args.open:
-        webbrowser.open(pages[step].resolve().as_uri())
-    print(pages[step] if args.open else _as_text(pages[step].read_text(encoding="utf-8")))
+        webbrowser.open(page.resolve().as_uri())
+    print(page if args.open else _as_text(page.read_text(encoding="utf-8")))
 
 
 def _as_text(page: str) -> str:
