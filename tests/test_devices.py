@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, MARFTConfig
+from marft_trl.config import marft_config
 from marft_trl.extras.engines import vllm_generator
 from marft_trl.extras.engines.vllm_generator import VLLMGenerator
 from marft_trl.learning import batching
@@ -30,6 +31,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path
 
 from . import pretend_device
@@ -192,6 +194,18 @@ def test_the_dtype_of_a_loaded_base(caplog):
     plain, whole = lora(), LoraConfig(modules_to_save=["lm_head"])
     assert stays_frozen([AgentSpec("a")], plain) and stays_frozen([AgentSpec("a", peft_config=plain)], None)
     assert not stays_frozen([AgentSpec("a")], None) and not stays_frozen([AgentSpec("a")], whole)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_gpu_that_emulates_bfloat16_trains_without_it(monkeypatch, is_native):
+    monkeypatch.setattr(marft_config, "is_torch_bf16_gpu_available", lambda: True)  # transformers counts emulation
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or is_native
+    )
+    monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: None)  # would take the GPU
+    monkeypatch.setattr(MARFTConfig, "check", lambda self: None)
+    assert MARFTConfig("unused").bf16 is is_native and not MARFTConfig("unused", fp16=True).bf16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])

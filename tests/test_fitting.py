@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 from marft_trl.learning import batching as micro_batcher
 from marft_trl.learning.batching import Row, micro_batches
@@ -20,6 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from .families import family_model
 from .helpers import in_turn, moved_by_training, only_slice, team_trainer, weights
+
+
+ROOT = Path(__file__).parents[1]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -229,3 +233,11 @@ def test_the_plan_is_a_close_bound_of_training_memory(tmp_path, settings, size):
     assert process.returncode == 0, process.stderr[-3000:]
     memory = json.loads(process.stdout.splitlines()[-1])
     assert memory["measured"] < memory["planned"] < 1.25 * memory["measured"], memory
+
+
+@pytest.mark.slow
+def test_the_page_of_memory_has_the_lines_of_its_command():
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks/devices/what_fits.py"), "--models", "0.5B"]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout.splitlines()
+    page = (ROOT / "docs/reference/what_fits.md").read_text(encoding="utf-8")
+    assert len(lines) == 4 and "\n".join(lines) in page

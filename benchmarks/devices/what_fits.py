@@ -49,7 +49,7 @@ SHAPES = {
     | {"max_position_embeddings": 131072},
 }
 LENGTH, NEW, EPISODES = 2048, 512, 8
-AGENTS, CARDS = (1, 3, 8), (8, 16, 24, 80)
+AGENTS, CARDS = (1, 2, 3, 8), (8, 12, 16, 24, 80)
 # Bytes of a weight in 4 bits with its constants, which are not quantized again
 FOUR_BITS = 0.5 + 4 / 64
 

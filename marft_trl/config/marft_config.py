@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
@@ -423,9 +424,9 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             as they were at the best evaluation. `"ignore"`: do nothing.
         max_tokens_per_micro_batch (`int`, *optional*, defaults to `None`):
             Maximum number of tokens, padding included, in one forward and backward pass. A micro-batch contains rows
-            of a single agent, at most `per_device_train_batch_size` of them. A row longer than the limit forms a
-            micro-batch of its own. The limit bounds memory and changes results only by rounding. If `None`, it is
-            derived from the memory that is free when training begins.
+            of a single agent. A row longer than the limit forms a micro-batch of its own. The limit bounds memory and
+            changes results only by rounding. If `None`, it is derived from the memory that is free when training
+            begins.
         gradient_checkpointing (`bool`, *optional*, defaults to `None`):
             Whether to use gradient checkpointing, as in `GRPOConfig`. If `None`, it is used only if the longest row
             does not fit into memory without it.
@@ -511,8 +512,10 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             checks.check_engine(self)  # transformers would import DeepSpeed, which is rarely installed
         checks.set_dependent_defaults(self)
         if self.bf16 is None:
-            # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+            # GRPOConfig turns bfloat16 on everywhere. TrainingArguments then refuses to start without a GPU, and GPUs
+            # before Ampere, such as a T4, emulate it slowly.
+            is_emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+            self.bf16 = not (self.fp16 or self.use_cpu or is_emulated) and is_torch_bf16_gpu_available()
         checks.check_texts(self)
         checks.check_numbers(self)
         if isinstance(self.vllm_server_base_url, str):
