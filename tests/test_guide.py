@@ -93,6 +93,7 @@ def made_by(model):
 )
 def test_every_block_of_a_page_runs(page, model_folder, team, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    team = str(shutil.copytree(team, "team"))  # a page may change it
     if page.stem == "evaluate_and_compare":  # of runs that the page compares
         samples = [{"question": str(q), "sample": s, "right": q % 2 == s % 2} for q in range(4) for s in range(4)]
         for run in [f"{name}-{seed}" for name in ("ours", "theirs") for seed in range(5)]:
