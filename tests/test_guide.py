@@ -44,7 +44,8 @@ def blocks(page: Path) -> list[str]:
 
 def made_small(code: str, model: str, team: str) -> str:
     code = re.sub(r'Team\.from_pretrained\("me/[^"]+"', f'Team.from_pretrained("{team}", model="{model}"', code)
-    code = re.sub(r'"me/[^"]+"', f'"{team}"', code)
+    code = code.replace("Team.from_pretrained(folder", f'Team.from_pretrained(folder, model="{model}"')
+    code = re.sub(r'"me/[^"]+"|(?<=folder = )"math-duo"', f'"{team}"', code)
     code = re.sub(r', engine="[^"]+"', "", code)  # `make test-vllm` has servers
     code = re.sub(r'"HuggingFaceTB/[^"]+"', '"other-base"', code)
     code = re.sub(r'"Qwen/[^"]+"', f'"{model}"', code).replace("smollm2()", f'"{model}"')

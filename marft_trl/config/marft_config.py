@@ -285,6 +285,12 @@ _GAE, _TURN, _RAE = ("advantage", "gae"), ("advantage", "turn"), ("advantage", "
 _REWARDS = ("credit_kind", "rewards")
 
 
+def _supports_bf16() -> bool:
+    if torch.cuda.is_available():  # transformers also counts GPUs that emulate it, such as a T4, which is slow
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return is_torch_bf16_gpu_available()
+
+
 @documented
 @dataclass
 class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRPOConfig):
@@ -302,8 +308,8 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             times that of [`~trl.GRPOConfig`], as TRL's guide to LoRA takes it; without a `peft_config`, where whole
             models are trained, set a lower one.
         bf16 (`bool`, *optional*):
-            Whether to use bfloat16 mixed precision. If `None`, bfloat16 is used if a GPU supports it and `fp16` is
-            off.
+            Whether to use bfloat16 mixed precision. If `None`, bfloat16 is used if `fp16` and `use_cpu` are off and a
+            GPU supports it (an NVIDIA GPU without emulation).
         loss_type (`str`, *optional*, defaults to `None`):
             Loss formulation, as in `GRPOConfig`. If `None`, `"dapo"` is used at token level, and `"grpo"` at action
             level, so that every turn has the same weight.
@@ -512,10 +518,8 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             checks.check_engine(self)  # transformers would import DeepSpeed, which is rarely installed
         checks.set_dependent_defaults(self)
         if self.bf16 is None:
-            # GRPOConfig turns bfloat16 on everywhere. TrainingArguments then refuses to start without a GPU, and GPUs
-            # before Ampere, such as a T4, emulate it slowly.
-            is_emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-            self.bf16 = not (self.fp16 or self.use_cpu or is_emulated) and is_torch_bf16_gpu_available()
+            # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
+            self.bf16 = not self.fp16 and not self.use_cpu and _supports_bf16()
         checks.check_texts(self)
         checks.check_numbers(self)
         if isinstance(self.vllm_server_base_url, str):
