@@ -87,10 +87,15 @@ def test_differences_between_other_arms_than_the_first():
     arms = {first: three, second: one, f"{first}, equal compute": one, f"{second}, equal compute": three}
     of_tokens, of_compute = choose.orders({"a": arms}).splitlines()[2:]
     assert of_tokens.startswith("| a | tokens | +50.0 [") and of_compute.startswith("| a | compute | -50.0 [")
-    both = {name: {"one adapter, both turns": of_both, "solo": one} for name, of_both in (("a", three), ("b", two))}
-    lines = choose.of_turns(both).splitlines()[2:]
-    assert [line.split(" [")[0] for line in lines] == ["| a | +50.0", "| b | +25.0", "| all settings | +37.5"]
-    assert len(choose.of_turns({"a": both["a"]}).splitlines()) == 3 and lines[-1].endswith("| 4 |")
+    both = {
+        name: {"team": two, "one adapter, both turns": of_both, "solo": one}
+        for name, of_both in (("a", three), ("b", two))
+    }
+    lines = [re.split(r" \| | \[", line)[1:3] for line in choose.of_turns(both).splitlines()[2:]]
+    own = [["a", "-25.0"], ["b", "+0.0"], ["all settings", "-12.5"]]
+    assert lines == [*own, ["a", "+50.0"], ["b", "+25.0"], ["all settings", "+37.5"]]
+    assert len(choose.of_turns({"a": both["a"]}).splitlines()) == 4
+    assert choose.of_turns(both).endswith("| 4 |")
 
 
 def test_each_kind_of_adapters_has_the_rate_with_the_highest_reward_at_the_end():

@@ -194,13 +194,18 @@ def pooled_teams(outcomes):
 
 
 def of_turns(outcomes):
-    """One adapter that takes both turns minus one agent that sees one part, by setting and over all."""
-    lines = ["| setting | one adapter, both turns, minus solo | runs |", "|---|---|---|"]
-    of_all = {"all settings": list(outcomes)} if len(outcomes) > 1 else {}
-    for name, settings in {**{name: [name] for name in outcomes}, **of_all}.items():
-        names = ("one adapter, both turns", "solo")
-        both, one = (np.concatenate([matrix(outcomes[setting][arm]) for setting in settings]) for arm in names)
-        lines.append(f"| {name} | {shown(paired_difference(both, one), signed=True)} | {len(both)} |")
+    """Own adapters minus one adapter, and one adapter minus an agent that sees one part, by setting and over all."""
+    lines = ["| difference | setting | points | runs |", "|---|---|---|---|"]
+    both = "one adapter, both turns"
+    for ours, baseline in (("team", both), (both, "solo")):
+        compared = [setting for setting, arms in outcomes.items() if baseline in arms]
+        of_all = {"all settings": compared} if len(compared) > 1 else {}
+        for name, settings in {**{setting: [setting] for setting in compared}, **of_all}.items():
+            pair = [
+                np.concatenate([matrix(outcomes[setting][arm]) for setting in settings]) for arm in (ours, baseline)
+            ]
+            title = f"{FIRST['parts'] if ours == 'team' else ours}, minus {baseline}"
+            lines.append(f"| {title} | {name} | {shown(paired_difference(*pair), signed=True)} | {len(pair[0])} |")
     return "\n".join(lines)
 
 
