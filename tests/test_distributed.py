@@ -14,7 +14,7 @@ from .scripts import train_canned
 
 
 ROOT = Path(__file__).parent.parent
-KINDS = ["orchestrated", "chain", "counterfactual", "tools", "opponents", "application", "dynamic"]
+KINDS = ["orchestrated", "chain", "counterfactual", "tools", "opponents", "application", "dynamic", "four_bits"]
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 

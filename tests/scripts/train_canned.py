@@ -21,7 +21,7 @@ from tests.vision_families import FAMILIES, picture
 import aiohttp
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.chat_template_utils import qwen3_chat_template
 
 
@@ -81,6 +81,7 @@ async def application(row, endpoint):
             await ask("actor", "".join(replies))
 
 
+FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 PPO = {"advantage": "gae", "num_generations": 1, "num_iterations": 2, "critic_learning_rate": 1e-2}
 LEARNING = {
     "ppo": {**PPO, "critic": "per_agent", "target_kl": 1.0, "use_adaptive_entropy": True, "max_steps": 2},
@@ -91,6 +92,7 @@ LEARNING = {
     "bases": {**PPO, "critic": "shared", "target_kl": 1.0, "use_adaptive_entropy": True, "max_steps": 2},
     "opponents": {"max_steps": 4},
     "dynamic": {"dynamic_sampling": True, "entropy_coef": 0.0, "beta": 0.0},
+    "four_bits": {"model_init_kwargs": {"quantization_config": FOUR_BITS}},
 }
 
 
