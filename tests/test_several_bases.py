@@ -18,6 +18,7 @@ from marft_trl.extras.commands import UsageError, main
 from marft_trl.extras.commands.teams import chosen_bases
 from marft_trl.learning.batching import TeamBatcher
 from marft_trl.learning.memory import count_bytes, readable
+from marft_trl.reporting.model_card import team_card
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.seams.models import is_checkpointing
 from marft_trl.team import TextDelta, TurnEnded
@@ -420,6 +421,19 @@ def test_a_saved_team_answers_as_in_training(saved, small_model, model_folder, t
     assert all(dict(model.named_parameters())[name].equal(parameter) for name, parameter in own.items())
     card = (folder / "README.md").read_text()
     assert 'subfolder="reasoner"' in card and 'subfolder="actor"' in card
+
+
+def test_a_card_says_its_bases_if_all_are_on_the_hub(saved):
+    manifest = TeamManifest.load(saved[1])
+    (further,) = manifest.further_bases
+    first_on_hub = dataclasses.replace(manifest, base=dataclasses.replace(manifest.base, name="me/a", is_local=False))
+    further = dataclasses.replace(further, name="me/b", is_local=False)
+    both_on_hub = dataclasses.replace(first_on_hub, further_bases=[further])
+    card = team_card(both_on_hub, "team")
+    assert card.data.base_model == ["me/a", "me/b"]
+    assert "on\n[me/a](https://huggingface.co/me/a) and [me/b](https://huggingface.co/me/b)" in card.text
+    partial = team_card(first_on_hub, "team")
+    assert partial.data.base_model == "me/a" and "[me/a](" not in partial.text
 
 
 def test_bases_of_the_same_name_are_chosen_by_agent(small_model, model_folder, tmp_path):
