@@ -194,18 +194,18 @@ def pooled_teams(outcomes):
 
 
 def of_turns(outcomes):
-    """Own adapters minus one adapter, and one adapter minus an agent that sees one part, by setting and over all."""
-    lines = ["| difference | setting | points | runs |", "|---|---|---|---|"]
-    both = "one adapter, both turns"
-    for ours, baseline in (("team", both), (both, "solo")):
-        compared = [setting for setting, arms in outcomes.items() if baseline in arms]
-        of_all = {"all settings": compared} if len(compared) > 1 else {}
-        for name, settings in {**{setting: [setting] for setting in compared}, **of_all}.items():
-            pair = [
-                np.concatenate([matrix(outcomes[setting][arm]) for setting in settings]) for arm in (ours, baseline)
-            ]
-            title = f"{FIRST['parts'] if ours == 'team' else ours}, minus {baseline}"
-            lines.append(f"| {title} | {name} | {shown(paired_difference(*pair), signed=True)} | {len(pair[0])} |")
+    """The team minus each other arm, and one adapter minus an agent that sees one part, by setting and over all."""
+    own, both, alone = FIRST["parts"], "one adapter, both turns", "solo"
+    pairs = {f"{own}, minus {arm}": ("team", arm) for arm in (both, alone, "solo, told all")}
+    pairs[f"{both}, minus {alone}"] = (both, alone)
+    columns = {**{setting: [setting] for setting in outcomes}, "all settings": list(outcomes)}
+    lines = [f"| difference | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for title, arms in pairs.items():
+        cells = []
+        for settings in columns.values():
+            ours, baseline = (np.concatenate([matrix(outcomes[setting][arm]) for setting in settings]) for arm in arms)
+            cells.append(shown(paired_difference(ours, baseline), signed=True))
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
