@@ -81,21 +81,37 @@ def test_a_rate_is_compared_with_the_best_of_the_same_rank():
 
 
 def test_differences_between_other_arms_than_the_first():
-    """By hand: 3 of 4 right minus 1 of 4, and 2 of 4 minus 1 of 4 in the second setting."""
-    three, two, one = ([run(seed, *right) for seed in (0, 1)] for right in ((1.0, 0.5), (1.0, 0.0), (0.5, 0.0)))
+    """By hand: 3 of 4 right minus 1 of 4."""
+    three, one = ([run(seed, *right) for seed in (0, 1)] for right in ((1.0, 0.5), (0.5, 0.0)))
     first, second = "large first, small second", "small first, large second"
     arms = {first: three, second: one, f"{first}, equal compute": one, f"{second}, equal compute": three}
     of_tokens, of_compute = choose.orders({"a": arms}).splitlines()[2:]
     assert of_tokens.startswith("| a | tokens | +50.0 [") and of_compute.startswith("| a | compute | -50.0 [")
-    both = {
-        name: {"team": two, "one adapter, both turns": of_both, "solo": one, "solo, told all": three}
-        for name, of_both in (("a", three), ("b", two))
+
+
+def test_turns_are_compared_over_all_settings():
+    """By hand: of 4 + 6 answers to two questions, 2 + 3, 3 + 3, 1 + 3 and 4 + 6 are right."""
+    rights = {
+        "team": (1.0, 0.0),
+        "one adapter, both turns": (1.0, 0.5),
+        "solo": (0.5, 0.0),
+        "solo, told all": (1.0, 1.0),
     }
-    header, _, *lines = choose.of_turns(both).splitlines()
-    assert header == "| difference | a | b | all settings |"
-    assert [re.findall(r"[+-]\d+\.\d(?= \[)", line) for line in lines] == [
-        ["-25.0", "+0.0", "-12.5"], ["+25.0"] * 3, ["-25.0"] * 3, ["+50.0", "+25.0", "+37.5"],
-    ]  # fmt: skip
+    arms = {name: [run(seed, *right) for seed in (0, 1)] for name, right in rights.items()}
+    others = {
+        "team": (1.0, 0.0),
+        "one adapter, both turns": (1.0, 0.0),
+        "solo": (0.0, 1.0),
+        "solo, told all": (1.0, 1.0),
+    }
+    more = {name: [run(seed, *right) for seed in (0, 1, 2)] for name, right in others.items()}
+    lines = choose.of_turns({"a": arms, "b": more}).splitlines()[2:]
+    assert [re.sub(r" \[.*\]", "", line) for line in lines] == [
+        "| team, own adapters | one adapter, both turns | -10.0 | 5 |",
+        "| team, own adapters | solo | +10.0 | 5 |",
+        "| team, own adapters | solo, told all | -50.0 | 5 |",
+        "| one adapter, both turns | solo | +20.0 | 5 |",
+    ]
 
 
 def test_each_kind_of_adapters_has_the_rate_with_the_highest_reward_at_the_end():

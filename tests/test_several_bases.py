@@ -423,7 +423,7 @@ def test_a_saved_team_answers_as_in_training(saved, small_model, model_folder, t
     assert 'subfolder="reasoner"' in card and 'subfolder="actor"' in card
 
 
-def test_a_card_says_its_bases_if_all_are_on_the_hub(saved):
+def test_a_card_names_the_bases_if_all_are_on_the_hub(saved):
     manifest = TeamManifest.load(saved[1])
     (further,) = manifest.further_bases
     first_on_hub = dataclasses.replace(manifest, base=dataclasses.replace(manifest.base, name="me/a", is_local=False))

@@ -194,18 +194,20 @@ def pooled_teams(outcomes):
 
 
 def of_turns(outcomes):
-    """The team minus each other arm, and one adapter minus an agent that sees one part, by setting and over all."""
-    own, both, alone = FIRST["parts"], "one adapter, both turns", "solo"
-    pairs = {f"{own}, minus {arm}": ("team", arm) for arm in (both, alone, "solo, told all")}
-    pairs[f"{both}, minus {alone}"] = (both, alone)
-    columns = {**{setting: [setting] for setting in outcomes}, "all settings": list(outcomes)}
-    lines = [f"| difference | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for title, arms in pairs.items():
-        cells = []
-        for settings in columns.values():
-            ours, baseline = (np.concatenate([matrix(outcomes[setting][arm]) for setting in settings]) for arm in arms)
-            cells.append(shown(paired_difference(ours, baseline), signed=True))
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+    """
+    The team minus each other arm, and one adapter minus an agent that sees one part, over all settings: a run of a
+    setting counts as a seed.
+    """
+    one_adapter = "one adapter, both turns"
+    pairs = [("team", one_adapter), ("team", "solo"), ("team", "solo, told all"), (one_adapter, "solo")]
+    lines = ["| arm | minus | points, all settings | runs |", "|---|---|---|---|"]
+    for arm, baseline in pairs:
+        right, right_of_baseline = (
+            np.concatenate([matrix(arms[name]) for arms in outcomes.values()]) for name in (arm, baseline)
+        )
+        difference = shown(paired_difference(right, right_of_baseline), signed=True)
+        title = FIRST["parts"] if arm == "team" else arm
+        lines.append(f"| {title} | {baseline} | {difference} | {len(right)} |")
     return "\n".join(lines)
 
 
@@ -320,7 +322,7 @@ def page_of(grid, outcomes):
         tables.append(pooled_teams(outcomes))
     if grid == "rates":
         tables.append(against_best(outcomes))
-    if grid == "parts":
+    if grid == "parts" and len(outcomes) > 1:
         tables.append(of_turns(outcomes))
     if grid == "sizes":
         tables.append(orders(outcomes))

@@ -161,6 +161,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
             **{"use_cpu": not shard_on_cpu.IS_ON, "gradient_checkpointing": kind != "full", **LEARNING.get(kind, {})},
         },
     )
+    assert kind != "four_bits" or trainer.model.get_base_model().is_loaded_in_4bit
     trainer.parts.runner.generator.generate = canned(trainer, kind)
     models = (trainer.model, *trainer.policies.further)
     trained = {n: p for model in models for n, p in model.named_parameters() if p.requires_grad}
