@@ -123,12 +123,12 @@ def constant_accuracy(answers):
     return Counter(answers).most_common(1)[0][1] / len(answers)
 
 
-def print_table(comparisons, size):
+def print_table(comparisons, model, size):
     print(f"\nAccuracy in percent on {size} held-out questions, with 95 % intervals")
     print(f"{'':18}{'untrained':>20}{'trained':>20}{'solo, untrained':>20}{'solo, trained':>20}{'constant':>10}")
     for family, comparison in comparisons.items():
         cells = [shown(comparison[arm].accuracy) for arm in ("untrained", "team", "solo_untrained", "solo")]
-        constant = constant_accuracy(make(family, size=size).eval_dataset["answer"])
+        constant = constant_accuracy(make(family, model=model, size=size).eval_dataset["answer"])
         print(f"{family:18}" + "".join(f"{cell:>20}" for cell in cells) + f"{100 * constant:>10.1f}")
     for family, comparison in comparisons.items():
         for sentence in comparison.verdicts:
@@ -164,7 +164,7 @@ def main():
         )
         for family in options.families
     }
-    print_table(comparisons, sizes["size"])
+    print_table(comparisons, model, sizes["size"])
     print(f"\nReports: {options.output_dir}/<family>/report.md; teams: {options.output_dir}/<family>/runs/team-<seed>")
     last = options.output_dir / options.families[-1] / "runs" / f"team-{options.seeds[-1]}"
     print(f"saved team: {last} (base: {model})")

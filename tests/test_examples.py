@@ -81,6 +81,7 @@ def test_each_example_runs_quickly(name, tmp_path):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{name}: {after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime:.0f} s of CPU")
     assert re.search(QUICK[name], output), output[-2000:]
+    assert (tmp_path / "marft_trl" / "smollm2").exists() == (name == "kuhn")  # the others need no pretrained model
     places = re.search(r"^saved team: (\S+) \(base: ([^,\s)]+)", output, re.MULTILINE).groups()
     folder, base = (tmp_path / place for place in places)
     agent = next(agent.name for agent in TeamManifest.load(folder).agents if agent.adapter is not None)
